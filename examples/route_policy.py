@@ -5,9 +5,8 @@ A function is a score for each engine, lower is better; a class may remember wha
 
 import numpy as np
 
-from moestro.routing.indicators import new_tokens, queued_prefill_tokens
 from moestro.routing.policy_contract import Choice, Needs, Routed
-from moestro.routing.scoring import lowest
+from moestro.routing.scoring import lowest, new_tokens, queued_prefill_tokens
 
 
 def fewest_tokens(view):

@@ -17,7 +17,7 @@ import yaml
 from support.running import MOESTRO, PATIENCE_S, Running, free_port, wait_until
 
 from moestro.cli import main
-from moestro.gateway.discovery.entries import parse_file
+from moestro.gateway.discovery.lists import parse_file
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 MANIFESTS = sorted(set((DEPLOY / "kubernetes").glob("*.yaml")) - {DEPLOY / "kubernetes" / "kustomization.yaml"})
@@ -110,7 +110,7 @@ def test_the_role_allows_what_discovery_reads_and_no_more():
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
     assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account["metadata"]["name"]}]
     allowed = {(group, each) for rule in role["rules"] for group in rule["apiGroups"] for each in rule["resources"]}
-    source = (DEPLOY.parent / "src/moestro/gateway/discovery/kubernetes_source.py").read_text()
+    source = (DEPLOY.parent / "src/moestro/gateway/discovery/kubernetes.py").read_text()
     assert {each for _, each in allowed} == {"pods", "endpointslices", "inferencepools"}
     assert all(group in source and f"/{each}" in source for group, each in allowed)
     assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"get", "list", "watch"}

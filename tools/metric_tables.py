@@ -14,19 +14,17 @@ from prometheus_client.registry import Collector
 from moestro.core.experts.source_load import SourceLoad
 from moestro.core.load_figures import IDLE
 from moestro.gateway.discovery.discovery import Discovery
-from moestro.gateway.engines.source_reports import SourceReports
-from moestro.gateway.figures.prometheus import RouteCollector
-from moestro.gateway.kv.kv_prometheus import KvFigures
-from moestro.gateway.metrics import Counts, EngineCounts
-from moestro.gateway.shadow.observer import ShadowObserver
+from moestro.gateway.engines.fleet import Counts, EngineCounts
+from moestro.gateway.engines.health_checks import SourceReports
+from moestro.gateway.figures import KvFigures, RouteCollector
+from moestro.gateway.shadow import ShadowObserver
 from moestro.placement.live.control import PlacementControl
-from moestro.placement.live.migration import MigrationProgress
-from moestro.placement.live_settings import LivePlacementSettings
-from moestro.routing.health.breaker import BreakerState
-from moestro.routing.health.engine_health import Condition
+from moestro.placement.live.ep_migration import MigrationProgress
+from moestro.placement.settings import LivePlacementSettings
+from moestro.routing.health import BreakerState, Condition
 from moestro.routing.policy_contract import Needs
-from moestro.server.engines.expert_loads import ExpertLoads
-from moestro.server.engines.metrics import Metrics
+from moestro.server.engines.engine_reports import ExpertLoads
+from moestro.server.engines.request_state import Metrics
 from moestro.server.experts.expert_signals import ExpertSignal
 from moestro.server.figures.prometheus import ServerCollector, Sources
 from moestro.web.ports.faults import Fault, Faults, Port

@@ -42,7 +42,7 @@ from stored_results import results_table
 from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES, SHARE_POLICIES
 from moestro.flow.registry import STEP_POLICIES
 from moestro.gateway.resume.request import continued_fields_table
-from moestro.placement.registry import PLACE_POLICIES
+from moestro.placement.contract import PLACE_POLICIES
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.text.parsing.output_parser import REASONING_PARSERS, TOOL_PARSERS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from moestro.config.vllm_flags import VLLM_FLAGS
-from moestro.server.api.fields.unsupported import IN_CHAT, IN_COMPLETIONS, IN_MESSAGES, IN_RESPONSES, Neutral
+from moestro.server.api.request_fields import IN_CHAT, IN_COMPLETIONS, IN_MESSAGES, IN_RESPONSES, Neutral
 
 
 def vllm_flags() -> str:

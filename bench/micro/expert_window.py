@@ -36,8 +36,7 @@ from moestro.model.kernels.kernel_build import KernelBuild
 from moestro.model.kernels.library import KernelLibrary
 from moestro.model.loading.load import load_network, read_config
 from moestro.model.settings import ModelSettings
-from moestro.placement.load_window import LoadWindow
-from moestro.placement.pair_window import PAIR_INTERVAL
+from moestro.placement.load_window import PAIR_INTERVAL, LoadWindow
 from moestro.placement.settings import ExpertLoadSettings
 from moestro.worker.expert_collection import ExpertCollection
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from moestro.config.run_record import run_record
 from moestro.core.load_figures import LoadFigures
-from moestro.gateway.clients.header_cache import HeaderCache
+from moestro.gateway.clients.http_headers import HeaderCache
 from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings

@@ -33,11 +33,11 @@ from moestro.core.scheduling_events import (
 from moestro.core.work import BlockMoves, Forward, StepResult, StepVisits
 from moestro.engine.rank import build_rank, recorder_of
 from moestro.engine.settings import SchedulerSettings
-from moestro.routing.record.decision_record import PolicyText, RecordedRouter
+from moestro.routing.decision_record import PolicyText, RecordedRouter
 from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
 from moestro.routing.settings import RouterSettings
-from moestro.server.engines.request_log import RequestLog
+from moestro.server.engines.engine_reports import RequestLog
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.results import make_parser, save, spread

@@ -23,8 +23,8 @@ from pathlib import Path
 import aiohttp
 
 from moestro.config.run_record import run_record
-from moestro.server.api.fields.protocol import ChatFields, CompletionFields
-from moestro.server.api.text_api import DetokenizeFields, TokenizeFields
+from moestro.server.api.protocol import ChatFields, CompletionFields
+from moestro.server.api.routes import DetokenizeFields, TokenizeFields
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.results import make_parser, save

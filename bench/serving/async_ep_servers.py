@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from moestro.server.figures.pace_lines import MAX_LATE_SHARE
+from moestro.server.figures.statistics import MAX_LATE_SHARE
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from serving.async_ep_load import Load, arguments

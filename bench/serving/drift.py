@@ -38,8 +38,7 @@ from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.cost.gpus import gpu_named
 from moestro.cost.named_parts import link_within, read_network
-from moestro.placement.devices import PlacePrices, even_devices
-from moestro.placement.prices import place_prices
+from moestro.placement.contract import PlacePrices, even_devices, place_prices
 from moestro.placement.score import score
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -36,9 +36,9 @@ from moestro.config.run_record import run_record
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.errors import MoestroError
+from moestro.placement.contract import PLACE_POLICIES, PlaceView
 from moestro.placement.eplb import rebalance_experts
 from moestro.placement.kernel.choice import kernel_search, without_kernel
-from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.score import score
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -34,19 +34,11 @@ from rich.table import Table
 from moestro.config.run_record import run_record
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY
-from moestro.placement.policies import gimbal_v2, moestro
-from moestro.placement.registry import PLACE_POLICIES, PlaceView
+from moestro.placement.contract import PLACE_POLICIES, PlaceView
+from moestro.placement.integer_program import objective_s
+from moestro.placement.policies import gimbal, moestro
 from moestro.placement.score import score
-from moestro.placement.search import (
-    by_price,
-    descent,
-    replicas,
-    restoring,
-    search,
-    sharing,
-    small,
-)
-from moestro.placement.search.linear_costs import objective_s
+from moestro.placement.search import by_price, filling, packing, replicas, search
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -83,28 +75,28 @@ SWEEPS = (
     Sweep(moestro, "MISSED_BY", (0.002, 0.01, 0.03)),
     Sweep(moestro, "CLOSER", (0.1, 0.25, 0.5, 1.0)),
     Sweep(search, "SHARE_STEPS", (1, 2, 3, 5, 8)),
-    Sweep(restoring, "RELIEF_SHARE_STEPS", (1, 2, 3)),
+    Sweep(filling, "RELIEF_SHARE_STEPS", (1, 2, 3)),
     Sweep(search, "LEVELS", (1, 2, 4, 6)),
     Sweep(search, "STALLED", (0.0, 0.003, 0.01, 0.05), "tight"),
-    Sweep(descent, "SLOW", (0.0, 0.1, 0.2, 0.4)),
-    Sweep(descent, "CYCLE", (2, 3, 4, 6), "single"),
+    Sweep(packing, "SLOW", (0.0, 0.1, 0.2, 0.4)),
+    Sweep(packing, "CYCLE", (2, 3, 4, 6), "single"),
     Sweep(search, "WIDEST", (1.0, 1.5, 2.5, 4.0), "single"),
     Sweep(search, "LIGHT_PART", (0.25, 0.5, 1.0), "single"),
     Sweep(search, "HEAVY_COPY", (0.0, 0.4, 0.6, 0.8), "swapped"),
     Sweep(search, "HEAVIER_COPY", (1.0, 1.05, 1.2, 1.5), "swapped"),
     Sweep(search, "STAY", (0.0, 0.1, 0.3)),
     Sweep(search, "NEAR", (0.0, 2.0, 8.0, 16.0)),
-    Sweep(restoring, "HARM_POWER", (2, 4, 8, 16, 32)),
-    Sweep(restoring, "NUM_SLOTS", (8, 16, 24, 64)),
-    Sweep(restoring, "RELIEFS", (1, 2, 3)),
-    Sweep(restoring, "COPIES_A_RELIEF", (1, 2, 4, 8)),
-    Sweep(restoring, "LEAST_RELIEF", (1e-4, 1e-3, 3e-3, 1e-2)),
-    Sweep(sharing, "KEPT", (0.01, 0.05, 0.2)),
+    Sweep(filling, "HARM_POWER", (2, 4, 8, 16, 32)),
+    Sweep(filling, "NUM_SLOTS", (8, 16, 24, 64)),
+    Sweep(filling, "RELIEFS", (1, 2, 3)),
+    Sweep(filling, "COPIES_A_RELIEF", (1, 2, 4, 8)),
+    Sweep(filling, "LEAST_RELIEF", (1e-4, 1e-3, 3e-3, 1e-2)),
+    Sweep(replicas, "KEPT", (0.01, 0.05, 0.2)),
     Sweep(replicas, "COPIES_MAY_COST", (0.0, 0.005, 0.01, 0.02, 0.05)),
     Sweep(replicas, "NUM_GIVERS", (4, 8, 16), "tight"),
-    Sweep(small, "MOST_STARTS", (32, 64, 128, 256, 512), "small"),
-    Sweep(small, "NUM_CLIMBERS", (4, 12, 24), "small"),
-    Sweep(small, "MOST_CLIMBS", (4, 12, 24), "small"),
+    Sweep(search, "MOST_STARTS", (32, 64, 128, 256, 512), "small"),
+    Sweep(search, "NUM_CLIMBERS", (4, 12, 24), "small"),
+    Sweep(search, "MOST_CLIMBS", (4, 12, 24), "small"),
     Sweep(by_price, "NUM_STARTS", (1, 2, 4), "gimbal"),
     Sweep(by_price, "NUM_KICKS", (0, 4, 8, 16), "gimbal"),
     Sweep(by_price, "MOST_STEPS", (16, 64, 256), "gimbal"),
@@ -228,7 +220,7 @@ def small_cases() -> Callable[[], Figures]:
 def gimbal_cases() -> Callable[[], Figures]:
     few = replace(LARGE, model=replace(LARGE.model, num_layers=3))
     views = [zipf_view(few, 0), *(zipf_view(bed, seed) for seed, bed in enumerate(SMALL[::3]))]
-    return lambda: {f"gimbal {i}": objective_s(view, gimbal_v2.gimbal_v2(view)) for i, view in enumerate(views)}
+    return lambda: {f"gimbal {i}": objective_s(view, gimbal.gimbal_v2(view)) for i, view in enumerate(views)}
 
 
 CASES = {

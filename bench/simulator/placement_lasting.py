@@ -26,10 +26,9 @@ from rich.table import Table
 from moestro.config.run_record import run_record
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import ExpertTable
-from moestro.placement.devices import PlaceLimits
+from moestro.placement.contract import PLACE_POLICIES, PlaceLimits, PlacePolicy, PlaceView
 from moestro.placement.kernel.choice import kernel_search
-from moestro.placement.lasting import LastingPlans, mean_load
-from moestro.placement.registry import PLACE_POLICIES, PlacePolicy, PlaceView
+from moestro.placement.payback import LastingPlans, mean_load
 from moestro.placement.score import move_s, moves_between, score
 from moestro.workload.experts.expert_traces import RoutingTrace
 

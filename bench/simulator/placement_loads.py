@@ -12,8 +12,7 @@ from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.cost.gpus import H100
 from moestro.cost.links import INFINIBAND_NDR, NVSWITCH_H100
-from moestro.placement.devices import Devices, PlaceLimits, PlacePrices, even_devices
-from moestro.placement.registry import PlaceView
+from moestro.placement.contract import Devices, PlaceLimits, PlacePrices, PlaceView, even_devices
 from moestro.workload.experts.expert_traces import RoutingTrace, read_routing
 
 JITTER = 0.15  # standard deviation of the logarithm of a load about Zipf's law

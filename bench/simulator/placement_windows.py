@@ -27,7 +27,7 @@ from rich.table import Table
 from moestro.config.run_record import run_record
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import ExpertTable
-from moestro.placement.registry import PLACE_POLICIES, PlaceView
+from moestro.placement.contract import PLACE_POLICIES, PlaceView
 from moestro.placement.score import score
 
 sys.path.insert(0, str(Path(__file__).parent))

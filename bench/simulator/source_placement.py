@@ -20,7 +20,7 @@ import numpy as np
 
 from moestro.config.run_record import run_record
 from moestro.core.experts.expert_load import ExpertLoad
-from moestro.placement.registry import PLACE_POLICIES
+from moestro.placement.contract import PLACE_POLICIES
 from moestro.placement.score import score
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moestro.core.experts.expert_table import ExpertTable
-from moestro.placement.registry import PLACE_POLICIES, PlaceView
+from moestro.placement.contract import PLACE_POLICIES, PlaceView
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "simulator" / "placement.py"
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from moestro.placement.registry import PLACE_POLICIES
+from moestro.placement.contract import PLACE_POLICIES
 
 FOLDER = Path(__file__).parents[2] / "bench" / "simulator"
 

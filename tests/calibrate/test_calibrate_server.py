@@ -25,7 +25,7 @@ from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.tables import MeasuredCost, load_table
-from moestro.routing.ttft import described_ttft
+from moestro.routing.scoring import described_ttft
 
 KNOWN = str(Path(__file__).parents[1] / "support" / "known_engine.py")
 # Steps long enough that the timers of a busy machine hardly count.

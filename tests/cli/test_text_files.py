@@ -18,7 +18,7 @@ from moestro.cost.named_parts import read_network
 from moestro.cost.tables import load_table
 from moestro.errors import UnsupportedModelError
 from moestro.files.checkpoint import read_checkpoint
-from moestro.gateway.discovery.entries import parse_file
+from moestro.gateway.discovery.lists import parse_file
 from moestro.sim.load.recorded_engines import read_engines
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.access.control import KeyFile

@@ -17,12 +17,10 @@ import uvloop
 
 from moestro.gateway.admin import Admin
 from moestro.gateway.app import RouterApp, assemble
-from moestro.gateway.discovery.settings import DiscoverySettings
-from moestro.gateway.kv.prompt_blocks import PromptReader, text_prompt_reader
-from moestro.gateway.kv.tokenized_blocks import tokenized_prompt_reader
-from moestro.gateway.peers.settings import RouterPeerSettings
+from moestro.gateway.clients.request_body import PromptReader, text_prompt_reader
+from moestro.gateway.clients.tokenized_blocks import tokenized_prompt_reader
+from moestro.gateway.part_settings import DiscoverySettings, QueueSettings, RouterPeerSettings, ShadowSettings
 from moestro.gateway.proxy import sweep_forever
-from moestro.gateway.queue_settings import QueueSettings
 from moestro.gateway.settings import (
     AdminSettings,
     EngineSettings,
@@ -33,7 +31,6 @@ from moestro.gateway.settings import (
     RouteSettings,
     RoutingSettings,
 )
-from moestro.gateway.shadow.settings import ShadowSettings
 from moestro.routing.settings import RoutePolicySettings
 from moestro.web.ports.connections import Front, FrontLimits, bound_socket, http_front
 from moestro.web.ports.faults import Faults, Port

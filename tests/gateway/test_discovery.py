@@ -12,8 +12,7 @@ import pytest
 from gateway.rig import CHAT, FakeEngine, Rig, admin_of, looped, rig, say_ok
 
 from moestro.errors import ConfigError
-from moestro.gateway.discovery.discovery import Discovery
-from moestro.gateway.discovery.dns_source import DnsNames
+from moestro.gateway.discovery.discovery import Discovery, DnsNames
 
 
 @contextlib.asynccontextmanager

@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from moestro.errors import ConfigError
-from moestro.gateway.discovery.entries import EngineEntry, parse_file, selected
-from moestro.gateway.discovery.lists import SOURCES, ChangeKind, EngineLists, KeepRules
+from moestro.gateway.discovery.lists import (
+    SOURCES,
+    ChangeKind,
+    EngineEntry,
+    EngineLists,
+    KeepRules,
+    parse_file,
+    selected,
+)
 from moestro.gateway.settings import EngineUrl
 
 A, B = "a=http://h:1", "b=http://h:2"

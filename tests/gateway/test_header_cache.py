@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from gateway.rig import CHAT, FakeEngine, Received, Wire, looped, rig
 
-from moestro.gateway.clients.header_cache import HeaderCache
+from moestro.gateway.clients.http_headers import HeaderCache
 
 HEAD = b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 12\r\nX-A: 1\r\n\r\n"
 

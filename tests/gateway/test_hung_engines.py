@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from gateway.rig import FakeEngine, Received, Rig, Wire, looped, rig, say_ok
 
-from moestro.routing.health.engine_health import Condition
+from moestro.routing.health import Condition
 
 # Long enough that a busy machine suspects no engine that answers.
 HANG = {"hang_timeout": 1.2, "health_interval": 30, "probe_timeout": 5.0}

@@ -21,14 +21,14 @@ from support.imitated_kubernetes import (
 )
 
 from moestro.errors import ConfigError
-from moestro.gateway.discovery.kubernetes_objects import (
+from moestro.gateway.discovery.kubernetes import (
     ObjectCache,
     WatchError,
     engines_of_pods,
     engines_of_slices,
     pool_of,
 )
-from moestro.gateway.discovery.settings import DiscoverySettings
+from moestro.gateway.part_settings import DiscoverySettings
 
 
 @contextlib.asynccontextmanager
@@ -247,7 +247,7 @@ def test_wrong_settings_have_a_clear_error(given, error):
 
 def test_outside_of_kubernetes_the_address_must_be_given(monkeypatch):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    from moestro.gateway.discovery.kubernetes_source import Kubernetes  # noqa: PLC0415
+    from moestro.gateway.discovery.kubernetes import Kubernetes  # noqa: PLC0415
 
     with pytest.raises(ConfigError, match="give --kubernetes-api"):
         Kubernetes(DiscoverySettings(service_discovery=True, selector=("a=b",)))

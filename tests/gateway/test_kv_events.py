@@ -15,8 +15,8 @@ from gateway.rig import FakeEngine, Rig, looped, rig, settings_of
 from support.fake_publisher import FakePublisher, Prompt, payload, removed
 
 from moestro.errors import ConfigError
-from moestro.gateway.kv.kv_sources import KvSource, KvSources
-from moestro.gateway.kv.kv_subscriber import KvSubscription
+from moestro.gateway.engines.kv_subscriber import KvSubscription
+from moestro.gateway.part_settings import KvSource, KvSources
 from moestro.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[2] / "src" / "moestro" / "assets" / "demo"

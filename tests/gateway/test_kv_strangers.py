@@ -12,11 +12,9 @@ import pytest
 from gateway.rig import looped
 from support.fake_publisher import BLOCK_SIZE, MODEL, Sink, payload, stored
 
-from moestro.gateway.kv.kv_sources import KvSource
-from moestro.gateway.kv.kv_subscriber import KvSubscription
-from moestro.gateway.kv.zmtp_connection import ZmtpConnection
-from moestro.routing.kv.kv_events import KvFeed, KvFeedSettings
-from moestro.routing.kv.kv_stream import BATCH_BYTES, StreamRules
+from moestro.gateway.engines.kv_subscriber import KvSubscription, ZmtpConnection
+from moestro.gateway.part_settings import KvSource
+from moestro.routing.kv_events import BATCH_BYTES, KvFeed, KvFeedSettings, StreamRules
 from moestro.web.ports.faults import LogLimit
 from moestro.wire.kv_events import MAX_MESSAGE_BYTES
 from moestro.wire.kv_names import NamingRules

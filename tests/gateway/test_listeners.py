@@ -10,7 +10,7 @@ from gateway.rig import CHAT, KEYS, FakeEngine, Received, Wire, admin_of, looped
 from prometheus_client.parser import text_string_to_metric_families
 
 from moestro.errors import ConfigError
-from moestro.gateway.figures.statline import RouteLines
+from moestro.gateway.figures import RouteLines
 from moestro.gateway.settings import EngineUrl
 
 

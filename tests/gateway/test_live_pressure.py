@@ -17,8 +17,7 @@ from moestro.cli.recorded.replay import replay_records
 from moestro.core.experts.expert_pressure import expert_pressures
 from moestro.core.experts.expert_table import spread_evenly
 from moestro.core.experts.near_experts import DISTANCES
-from moestro.routing.record.decision_record import Reported, decode_entry, encode_entry
-from moestro.routing.record.replay import replay
+from moestro.routing.decision_record import Reported, decode_entry, encode_entry, replay
 
 # Real processes and messages; the devices are modelled and answer without torch. The network has 8 experts, top-1.
 PACED = ("--device", "paced:h200", "--model", "mixtral-8x7b-mqa-top1", "--paced-arithmetic", "none")

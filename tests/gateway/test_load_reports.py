@@ -10,8 +10,8 @@ import pytest
 from gateway.rig import FakeEngine, Received, Wire, looped, rig
 from support.running import complete, routing
 
-from moestro.gateway.clients.header_cache import HeaderCache
-from moestro.routing.record.decision_record import Submitted, decode_entry
+from moestro.gateway.clients.http_headers import HeaderCache
+from moestro.routing.decision_record import Submitted, decode_entry
 
 HEADER = "x-moestro-load"
 

@@ -18,10 +18,10 @@ from support.running import PATIENCE_S
 
 from moestro.cli.recorded.explain import _attempt_lines
 from moestro.errors import ConfigError
-from moestro.gateway.peers.channel import Identity, PeerChannel, PeerRefusedError, dial
-from moestro.gateway.peers.settings import PeerAddress, RouterPeerSettings
+from moestro.gateway.part_settings import PeerAddress, RouterPeerSettings
+from moestro.gateway.peers import Identity, PeerChannel, PeerRefusedError, dial
 from moestro.gateway.settings import EngineUrl
-from moestro.routing.replication.messages import Digest, HistoryPart, OperationBatch, RouterRun, Snapshot
+from moestro.routing.replication.journal import Digest, HistoryPart, OperationBatch, RouterRun, Snapshot
 from moestro.web.ports.connections import bound_socket
 from moestro.web.ports.tls import MutualTls
 from moestro.web.settings import CertificateFiles
@@ -163,7 +163,7 @@ def test_a_renewed_certificate_counts_for_new_connections(tmp_path):
 
 @looped
 async def test_a_running_router_takes_renewed_certificates_of_peers(tmp_path, monkeypatch):
-    monkeypatch.setattr("moestro.gateway.peers.exchange._RENEW_NS", 0)
+    monkeypatch.setattr("moestro.gateway.peers._RENEW_NS", 0)
     flags = issue(tmp_path, trustme.CA())
     files = CertificateFiles("--peer-ssl", flags["peer_ssl_certfile"], None, flags["peer_ssl_ca_certs"])
     async with routers(2, FakeEngine("a"), key=None, route_policy="least_loaded", **flags) as (one, _):

@@ -10,7 +10,7 @@ import pytest
 from support.running import MOESTRO, PATIENCE_S
 
 from moestro.errors import ConfigError
-from moestro.gateway.picker.settings import PickerSettings
+from moestro.gateway.part_settings import PickerSettings
 from moestro.gateway.settings import EngineSettings, EngineUrl, RouteSettings
 
 ENGINE = EngineSettings(engine=("http://127.0.0.1:1",))

@@ -23,9 +23,8 @@ from moestro.errors import ConfigError
 from moestro.gateway.app import _record
 from moestro.gateway.clients.request_body import BYTES_PER_TOKEN, BodyMessage, RequestBody, plain_text, prompt_key
 from moestro.gateway.settings import RecordSettings
-from moestro.routing.record.decision_record import Gap, PolicyText, RecordedRouter, Submitted, decode_entry
-from moestro.routing.record.replay import replay
-from moestro.routing.record.request_trace import Attempt, RequestTrace, ScoredEngine
+from moestro.routing.decision_log import Attempt, RequestTrace, ScoredEngine
+from moestro.routing.decision_record import Gap, PolicyText, RecordedRouter, Submitted, decode_entry, replay
 from moestro.routing.settings import RouterSettings
 from moestro.web.record_file import RecordFile, record_key
 

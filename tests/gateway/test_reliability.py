@@ -8,7 +8,7 @@ import random
 import pytest
 from gateway.rig import KEYS, Answer, Caller, FakeEngine, Received, Wire, looped, rig, say_ok
 
-from moestro.routing.health.retry_budget import RetryBudget, RetryRules
+from moestro.routing.health import RetryBudget, RetryRules
 
 
 def answering(status: int, headers: str = "") -> object:

@@ -22,9 +22,9 @@ from moestro.gateway.clients import request_body
 from moestro.gateway.clients.http_headers import Incoming, RequestHead
 from moestro.gateway.clients.paths import BATCH_PATH, CHAT_PATH
 from moestro.gateway.clients.request_body import NOTHING, plain_text, prompt_key, read, request_from_text
-from moestro.gateway.kv.tokenized_blocks import TokenizedReader
-from moestro.server.api.fields.request_builder import ServedModel, chat_prompt
-from moestro.server.api.fields.validation import parse_chat
+from moestro.gateway.clients.tokenized_blocks import TokenizedReader
+from moestro.server.api.request_builder import ServedModel, chat_prompt
+from moestro.server.api.validation import parse_chat
 from moestro.text.tokenizer import Tokenizer
 
 FUNCTION = {"type": "function", "function": {"name": "g"}}

@@ -19,10 +19,9 @@ from moestro.cli.recorded.replay import print_redecisions, redecide
 from moestro.core.clock import ClockPair
 from moestro.core.hashing import HASH_BYTES, name_key
 from moestro.errors import ConfigError, QueueFullError
-from moestro.routing.peer_flights import PeerRequest
-from moestro.routing.record.decision_record import PolicyText, RecordedRouter, RequestEnded, Submitted, decode_entry
-from moestro.routing.record.replay import replay
-from moestro.routing.record.request_trace import Attempt, RequestTrace
+from moestro.routing.decision_log import Attempt, RequestTrace
+from moestro.routing.decision_record import PolicyText, RecordedRouter, RequestEnded, Submitted, decode_entry, replay
+from moestro.routing.in_flight import PeerRequest
 from moestro.routing.settings import RouterSettings
 from moestro.sim.load.recorded_engines import WhatIfSettings, read_engines
 from moestro.sim.load.router_record import is_router_record, read_router_record

@@ -19,11 +19,10 @@ from support.running import envoy_binary, free_port
 from moestro.cli import main
 from moestro.cli.recorded.explain import find_trace
 from moestro.errors import ConfigError
+from moestro.gateway.part_settings import ShadowSettings
 from moestro.gateway.settings import EngineSettings, RecordSettings, RouteSettings
-from moestro.gateway.shadow.access_log import LogFollower, LoggedAnswer, read_line
-from moestro.gateway.shadow.settings import ShadowSettings
-from moestro.routing.record.decision_record import EngineCounted, Served, Submitted, decode_entry
-from moestro.routing.record.replay import replay
+from moestro.gateway.shadow import LogFollower, LoggedAnswer, read_line
+from moestro.routing.decision_record import EngineCounted, Served, Submitted, decode_entry, replay
 from moestro.sim.load.recorded_engines import WhatIfSettings
 from moestro.sim.load.shadow_record import is_shadow_record, read_shadow_record
 from moestro.sim.shadow import shadow_what_if

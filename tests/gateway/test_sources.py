@@ -17,8 +17,8 @@ from moestro.errors import ConfigError
 from moestro.gateway.app import assemble
 from moestro.gateway.clients.http_headers import Incoming, RequestHead
 from moestro.gateway.clients.paths import CHAT_PATH
-from moestro.gateway.engines.source_reports import SourceReports
-from moestro.gateway.kv.prompt_blocks import text_prompt_reader
+from moestro.gateway.clients.request_body import text_prompt_reader
+from moestro.gateway.engines.health_checks import SourceReports
 from moestro.web.ports.faults import Faults
 
 S = 1_000_000_000

@@ -20,10 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.running import MOESTRO, PATIENCE_S, Running
 
 from moestro.errors import ConfigError
-from moestro.gateway.queue_settings import QueueSettings
+from moestro.gateway.part_settings import QueueSettings
 from moestro.gateway.settings import AdminSettings, FrontSettings, PickerSettings, RouteSettings
-from moestro.gateway.workers.operators import merged_engines, merged_metrics
-from moestro.gateway.workers.processes import _WorkerPlan, numbered
+from moestro.gateway.workers import _WorkerPlan, merged_engines, merged_metrics, numbered
 from moestro.web.settings import AccessSettings
 
 NUM = 3

@@ -14,7 +14,7 @@ from moestro.engine.rank import Rank, build_rank
 from moestro.engine.registry import ORDER_POLICIES, SHARE_POLICIES
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import QueueFullError
-from moestro.server.engines.waiting_clients import WaitingClients
+from moestro.server.engines.engine_client import WaitingClients
 
 NUM_PLACES, NUM_BLOCKS = 6, 12
 CLIENTS = [None, "a", "b", "c", "d", "e", "f", "g", "h"]

@@ -11,7 +11,7 @@ from moestro.core.hashing import split_hashes
 from moestro.engine.cache_events import CacheEvents, changes_of
 from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings
-from moestro.routing.kv.kv_events import KvFeed, KvFeedSettings
+from moestro.routing.kv_events import KvFeed, KvFeedSettings
 from moestro.wire.kv_names import NamingRules
 from moestro.worker.kv_publisher import encode_batch
 

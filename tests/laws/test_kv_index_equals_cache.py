@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from support.fake_publisher import BLOCK_SIZE, END, MODEL, FakePublisher, Prompt, Sink, frames, replay_frames
 
-from moestro.routing.kv.kv_events import KvFeed, KvFeedSettings
-from moestro.routing.kv.kv_stream import StreamRules
+from moestro.routing.kv_events import KvFeed, KvFeedSettings, StreamRules
 from moestro.wire.kv_names import NamingRules
 
 SECOND_NS = 1_000_000_000

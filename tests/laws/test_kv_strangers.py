@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from support.fake_publisher import BLOCK_SIZE, END, MODEL, FakePublisher, Prompt, Sink, frames, payload, stored
 
-from moestro.routing.kv.kv_events import UNLIMITED, KvFeed, KvFeedSettings
-from moestro.routing.kv.kv_stream import BATCH_BYTES, StreamRules
+from moestro.routing.kv_events import BATCH_BYTES, UNLIMITED, KvFeed, KvFeedSettings, StreamRules
 from moestro.wire.kv_events import MAX_MESSAGE_BYTES
 from moestro.wire.kv_names import NamingRules
 

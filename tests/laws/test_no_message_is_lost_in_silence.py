@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from server.test_request_builder import INFO
 
 from moestro.errors import RequestError
-from moestro.server.api.fields.request_builder import ServedModel, chat_prompt
-from moestro.server.api.fields.validation import parse_chat
+from moestro.server.api.request_builder import ServedModel, chat_prompt
+from moestro.server.api.validation import parse_chat
 from moestro.text.tokenizer import PLAIN, Tokenizer
 
 CHATML = (

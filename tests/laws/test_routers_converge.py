@@ -12,11 +12,9 @@ from support.examples import num_examples
 from support.routers import BLOCK_SIZE, request
 
 from moestro.core.load_figures import LoadFigures
-from moestro.routing.record.decision_record import PolicyText, RecordedRouter, encode_entry
-from moestro.routing.record.replay import replay
+from moestro.routing.decision_record import PolicyText, RecordedRouter, encode_entry, replay
 from moestro.routing.replication import journal as journals
-from moestro.routing.replication.journal import Journal, Outlet
-from moestro.routing.replication.messages import RouterRun, Want, decode_message, encode_message
+from moestro.routing.replication.journal import Journal, Outlet, RouterRun, Want, decode_message, encode_message
 from moestro.routing.replication.replica import Replica, ReplicaRules
 from moestro.routing.settings import RouterSettings
 

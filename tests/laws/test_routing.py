@@ -12,9 +12,8 @@ from moestro.core.hashing import HASH_BYTES
 from moestro.core.load_figures import LoadFigures
 from moestro.core.rng import Draws
 from moestro.errors import NoEngineError, QueueFullError, RequestError
-from moestro.routing.peer_flights import PeerRequest
-from moestro.routing.record.decision_record import PolicyText, RecordedRouter, encode_entry
-from moestro.routing.record.replay import replay
+from moestro.routing.decision_record import PolicyText, RecordedRouter, encode_entry, replay
+from moestro.routing.in_flight import PeerRequest
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings

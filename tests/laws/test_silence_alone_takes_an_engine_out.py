@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moestro.routing.health.engine_health import Condition, Health, HealthRules
-from moestro.routing.health.silence import LATE_FACTOR, SilenceRules
+from moestro.routing.health import LATE_FACTOR, Condition, Health, HealthRules, SilenceRules
 
 MS = 1_000_000
 RULES = HealthRules(silence=SilenceRules(check_ns=5_000 * MS, hang_ns=4_000 * MS))

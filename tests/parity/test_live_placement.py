@@ -17,16 +17,15 @@ from support.virtual_loop import run_virtually
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.core.experts.layer_moves import LayerPlan, moves_between, rounds_of
 from moestro.core.experts.move_agreement import MovingTable
-from moestro.placement.devices import PlaceLimits, even_devices
+from moestro.placement.contract import PlaceLimits, even_devices
 from moestro.placement.live.control import DecisionOutcome, PlacementControl, Trigger
 from moestro.placement.live.ep_migration import EpMigration
-from moestro.placement.live.group_view import GroupView
-from moestro.placement.live_settings import LivePlacementSettings
-from moestro.placement.settings import ExpertLoadSettings
-from moestro.server.engines.expert_loads import ExpertLoads
-from moestro.server.experts import placement_driver
-from moestro.server.experts.expert_places import lock_step_group
-from moestro.server.experts.placement_driver import PlacementDriver
+from moestro.placement.live.plan import GroupView
+from moestro.placement.settings import ExpertLoadSettings, LivePlacementSettings
+from moestro.server.engines.engine_reports import ExpertLoads
+from moestro.server.experts import live_placement
+from moestro.server.experts.expert_signals import lock_step_group
+from moestro.server.experts.live_placement import PlacementDriver
 from moestro.sim.groups.live_placement import PlacementSite, SimPlacement, SimPlacementSettings, with_spare_slots
 from moestro.wire.messages import (
     DropLayer,
@@ -268,7 +267,7 @@ def run_at_once(target, name: str, daemon: bool) -> SimpleNamespace:
 @pytest.fixture(autouse=True)
 def plans_at_once(monkeypatch):
     """Virtual time does not pass while a thread computes."""
-    monkeypatch.setattr(placement_driver.threading, "Thread", run_at_once)
+    monkeypatch.setattr(live_placement.threading, "Thread", run_at_once)
 
 
 @pytest.mark.parametrize(

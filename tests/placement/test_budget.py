@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moestro.placement.search.budget import Allowance, LayerOffers, layers_that_pay
+from moestro.placement.search.problem import Allowance, LayerOffers, layers_that_pay
 
 
 @pytest.mark.parametrize(("horizon_steps", "chosen", "net_s"), [(10.5, [], 0.0), (11.5, [0], 0.5)])

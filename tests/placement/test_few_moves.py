@@ -9,8 +9,8 @@ import pytest
 from support.expert_loads import LONG, PRICES, drifted, even_load, first_view, zipf_shares
 
 from moestro.core.experts.expert_table import ExpertTable
+from moestro.placement.contract import PLACE_POLICIES, PlaceView
 from moestro.placement.policies.moestro import MoestroPlacement
-from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.score import moves_between, score
 
 NUM_LAYERS, NUM_EXPERTS, NUM_DEVICES = 24, 128, 8

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moestro.core.experts.expert_table import EMPTY
-from moestro.placement.devices import PlaceLimits
-from moestro.placement.search.copies import held_by
+from moestro.placement.contract import PlaceLimits
 from moestro.placement.search.filling import PresentCopies, fill_empty
+from moestro.placement.search.problem import held_by
 
 
 def loads_of(placed: np.ndarray, load: np.ndarray) -> np.ndarray:

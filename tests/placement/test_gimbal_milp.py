@@ -10,8 +10,7 @@ import pytest
 from support.gimbal_cases import Shape, random_pairs, random_view
 
 from moestro.errors import ConfigError
-from moestro.placement.gimbal_affinity import rank_pairs
-from moestro.placement.policies.gimbal_v1 import GimbalMilpPlacement, GimbalProgram, solve_program
+from moestro.placement.policies.gimbal import GimbalMilpPlacement, GimbalProgram, rank_pairs, solve_program
 
 pytest.importorskip("scipy")
 

@@ -10,16 +10,12 @@ from support.expert_loads import LONG, PRICES, even_load, first_table, first_vie
 
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY
-from moestro.placement.devices import Devices, PlaceLimits, even_devices
+from moestro.placement.contract import PLACE_POLICIES, Devices, PlaceLimits, PlaceView, even_devices, origins_of
 from moestro.placement.policies.moestro import MoestroPlacement
-from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.score import moves_between, score, share_moved
-from moestro.placement.search.budget import allowance_of
-from moestro.placement.search.pricing import present_packing
-from moestro.placement.search.problem import problem_of
-from moestro.placement.search.restoring import recover, relieve, restore
-from moestro.placement.search.sharing import share_out
-from moestro.placement.traffic import origins_of
+from moestro.placement.search.filling import recover, relieve, restore
+from moestro.placement.search.problem import allowance_of, present_packing, problem_of
+from moestro.placement.search.replicas import share_out
 
 POLICIES = ["moestro", "moestro:weighted=0", "gimbal_v2", "eplb:hierarchy=never", "static"]
 

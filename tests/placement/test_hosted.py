@@ -8,9 +8,18 @@ import numpy as np
 import pytest
 
 from moestro.errors import ConfigError
-from moestro.placement.hosted import HostLoad, HostSizes, Planner, or_else, rows_with_experts
-from moestro.placement.hosted_settings import PRICE_DEFAULTS, HostVariables, planner_from, policy_text
-from moestro.placement.registry import PLACE_POLICIES
+from moestro.placement.contract import PLACE_POLICIES
+from moestro.placement.hosted import (
+    PRICE_DEFAULTS,
+    HostLoad,
+    HostSizes,
+    HostVariables,
+    Planner,
+    or_else,
+    planner_from,
+    policy_text,
+    rows_with_experts,
+)
 
 POLICIES = ["static", "eplb", "moestro"]
 

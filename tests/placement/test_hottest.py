@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 from support.expert_loads import even_load, first_view, zipf_shares
 
+from moestro.placement.contract import origins_of
 from moestro.placement.policies.moestro import MoestroPlacement
 from moestro.placement.score import score
-from moestro.placement.search.copies import packing_of
-from moestro.placement.search.pricing import present_packing
-from moestro.placement.search.problem import problem_of
+from moestro.placement.search.problem import packing_of, present_packing, problem_of
 from moestro.placement.search.search import fill_hottest
-from moestro.placement.traffic import origins_of
 
 NUM_EXPERTS, NUM_DEVICES = 64, 8
 NUM_SLOTS = NUM_EXPERTS // NUM_DEVICES

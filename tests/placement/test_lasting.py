@@ -11,9 +11,8 @@ from support.expert_loads import PRICES, first_table, zipf_shares
 
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import ExpertTable
-from moestro.placement.devices import PlaceLimits, even_devices
-from moestro.placement.lasting import LastingPlans, LastingSettings, mean_load, with_noise
-from moestro.placement.registry import PLACE_POLICIES, PlaceView
+from moestro.placement.contract import PLACE_POLICIES, PlaceLimits, PlaceView, even_devices
+from moestro.placement.payback import LastingPlans, LastingSettings, mean_load, with_noise
 from moestro.placement.score import move_s, moves_between, score
 
 STEPS = 3000.0  # of an interval

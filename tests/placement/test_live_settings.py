@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from moestro.placement.devices import PlaceLimits
-from moestro.placement.lasting import LastingPlans
-from moestro.placement.live_settings import LivePlacementSettings
-from moestro.placement.policies.gimbal_v1 import FixedAffinity
-from moestro.placement.registry import PLACE_POLICIES
+from moestro.placement.contract import PLACE_POLICIES, PlaceLimits
+from moestro.placement.payback import LastingPlans
+from moestro.placement.policies.gimbal import FixedAffinity
+from moestro.placement.settings import LivePlacementSettings
 from moestro.sim.groups.group_settings import GroupModeSettings
 
 GATE = PlaceLimits().horizon_steps

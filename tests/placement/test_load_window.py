@@ -10,8 +10,7 @@ import pytest
 from moestro.core.experts.source_load import SourceLoad, merge_sources, pair_codes
 from moestro.errors import ConfigError
 from moestro.placement import load_window
-from moestro.placement.load_window import LoadWindow
-from moestro.placement.pair_window import PAIRS_PER_EXPERT, PairWindow
+from moestro.placement.load_window import PAIRS_PER_EXPERT, LoadWindow, PairWindow
 from moestro.placement.settings import ExpertLoadSettings
 
 LAYERS, EXPERTS, CHOSEN = 3, 6, 2

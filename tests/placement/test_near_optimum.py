@@ -13,10 +13,9 @@ import pytest
 from support.gimbal_cases import Shape, random_table, random_view
 
 from moestro.core.experts.expert_table import ExpertTable
-from moestro.placement.exact import exact_placement
-from moestro.placement.policies.gimbal_v2 import gimbal_v2
-from moestro.placement.registry import PLACE_POLICIES, PlacePolicy, PlaceView
-from moestro.placement.search.linear_costs import TERMS, costs_of_layer, objective_s
+from moestro.placement.contract import PLACE_POLICIES, PlacePolicy, PlaceView
+from moestro.placement.integer_program import TERMS, costs_of_layer, exact_placement, objective_s
+from moestro.placement.policies.gimbal import gimbal_v2
 
 TOLERANCE = 0.02
 # The policy `moestro` as the objective states it: equal shares, mean loads, and moves that need not pay more than once.

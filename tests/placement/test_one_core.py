@@ -6,9 +6,9 @@ import pytest
 from support.expert_loads import even_load, first_view, zipf_shares
 from threadpoolctl import ThreadpoolController, threadpool_limits
 
+from moestro.placement.contract import PLACE_POLICIES
 from moestro.placement.policies import moestro
-from moestro.placement.registry import PLACE_POLICIES
-from moestro.placement.search.one_core import on_one_core
+from moestro.placement.score import on_one_core
 
 
 def num_threads() -> list[int]:

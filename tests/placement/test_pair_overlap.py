@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
-from moestro.placement.pair_overlap import independent_pairs, pair_overlap
+from moestro.placement.load_window import independent_pairs, pair_overlap
 
 LAYERS, EXPERTS = 4, 8
 

@@ -7,9 +7,8 @@ import pytest
 
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.placement.devices import Devices, PlaceLimits, PlacePrices, even_devices
+from moestro.placement.contract import Devices, PlaceLimits, PlacePrices, PlaceView, even_devices
 from moestro.placement.payback import live_table, payback
-from moestro.placement.registry import PlaceView
 
 PRICES = PlacePrices(
     token_s=1.0, expert_s=0.0, row_s=(0.0, 0.0, 0.0), expert_bytes=100, move_bytes_per_s=(1e9, 50.0, 10.0)

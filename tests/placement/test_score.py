@@ -7,8 +7,7 @@ import pytest
 
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.placement.devices import Devices, PlacePrices, even_devices
-from moestro.placement.registry import PLACE_POLICIES
+from moestro.placement.contract import PLACE_POLICIES, Devices, PlacePrices, even_devices
 from moestro.placement.score import move_s, moves_between, score
 
 PRICES = PlacePrices(

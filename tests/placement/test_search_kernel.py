@@ -23,11 +23,10 @@ from support.expert_loads import (
 
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import ExpertTable
-from moestro.placement.devices import PlaceLimits, even_devices
+from moestro.placement.contract import PlaceLimits, PlaceView, even_devices
 from moestro.placement.kernel.choice import kernel_search, search_kernel, without_kernel
 from moestro.placement.policies.moestro import MoestroPlacement
-from moestro.placement.registry import PlaceView
-from moestro.placement.search.small import SMALL
+from moestro.placement.search.search import SMALL
 
 
 def check(view: PlaceView, policy: MoestroPlacement | None = None) -> ExpertTable:

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from moestro.routing.health.breaker import BackOff, Breaker, BreakerRules, BreakerState
-from moestro.routing.health.evidence import Origin
+from moestro.routing.health import BackOff, Breaker, BreakerRules, BreakerState, Origin
 
 S = 1_000_000_000
 RULES = BreakerRules(num_witnesses=3, silence_ns=1 * S, open_ns=2 * S, max_open_ns=16 * S)

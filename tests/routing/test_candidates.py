@@ -10,7 +10,7 @@ import pytest
 from support.routers import request, router, table, view
 
 from moestro.routing.policy_contract import Choice
-from moestro.routing.record.candidates import MAX_CANDIDATES, candidates_of
+from moestro.routing.router import MAX_CANDIDATES, candidates_of
 
 
 @pytest.mark.parametrize("num_engines", [1, 2, MAX_CANDIDATES, MAX_CANDIDATES + 1, 300])

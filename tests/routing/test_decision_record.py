@@ -6,7 +6,7 @@ from support.routers import BLOCK_SIZE, request
 from moestro.config.user_code import accept_user_code
 from moestro.core.load_figures import LoadFigures
 from moestro.errors import ConfigError, NoEngineError
-from moestro.routing.record.decision_record import (
+from moestro.routing.decision_record import (
     Decision,
     PolicyText,
     RecordedRouter,
@@ -15,8 +15,8 @@ from moestro.routing.record.decision_record import (
     Submitted,
     decode_entry,
     encode_entry,
+    replay,
 )
-from moestro.routing.record.replay import replay
 from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
 from moestro.routing.settings import RouterSettings

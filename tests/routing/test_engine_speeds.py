@@ -10,8 +10,8 @@ from support.routers import request
 
 from moestro.core.views import DEFAULT_COPY_PRICE
 from moestro.routing.policies.moestro import Moestro
+from moestro.routing.registry import expression_policy
 from moestro.routing.router import Router
-from moestro.routing.score_expression import expression_policy
 from moestro.routing.settings import EngineSpec, RouterSettings
 
 MS = 1_000_000

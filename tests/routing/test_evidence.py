@@ -8,7 +8,7 @@ import numpy as np
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from moestro.routing.health.evidence import Evidence, Origin
+from moestro.routing.health import Evidence, Origin
 
 
 def most_witnesses(origins: list[Origin]) -> int:

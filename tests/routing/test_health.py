@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moestro.routing.health.breaker import BreakerRules
-from moestro.routing.health.engine_health import Condition, Health, HealthRules
-from moestro.routing.health.evidence import Origin
+from moestro.routing.health import BreakerRules, Condition, Health, HealthRules, Origin
 
 S = 1_000_000_000
 RULES = HealthRules(num_failed_checks=2, stall_ns=30 * S, slow_start_ns=10 * S, breaker=BreakerRules(open_ns=5 * S))

@@ -8,7 +8,7 @@ import pytest
 from support.fake_publisher import BLOCK_SIZE, MODEL, Sink, frames, payload, removed, stored
 
 from moestro.core.hashing import hash_blocks, hash_key, split_hashes
-from moestro.routing.kv.kv_events import KvFeed, KvFeedSettings
+from moestro.routing.kv_events import KvFeed, KvFeedSettings
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.router import Router
 from moestro.routing.settings import RouterSettings

@@ -1,6 +1,6 @@
 import pytest
 
-from moestro.routing.kv.kv_stream import BATCH_BYTES, KvStream, StreamCounts, StreamRules
+from moestro.routing.kv_events import BATCH_BYTES, KvStream, StreamCounts, StreamRules
 
 SECOND_NS = 1_000_000_000
 RULES = StreamRules(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moestro.routing.health.engine_health import Pauses
+from moestro.routing.health import Pauses
 
 
 def test_a_pause_concerns_the_refused_client_alone():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, split_hashes
-from moestro.routing.kv.prefix_index import HOSTED_BYTES, REPORTED_BYTES, PrefixIndex
+from moestro.routing.prefix_index import HOSTED_BYTES, REPORTED_BYTES, PrefixIndex
 
 PLENTY = 1 << 40
 
@@ -381,8 +381,8 @@ def test_events_that_stop_without_a_gap_are_noticed_and_the_next_one_is_believed
 
 
 def test_what_an_engine_held_before_it_lost_track_goes_in_pieces_and_counts_at_once(monkeypatch):
-    monkeypatch.setattr("moestro.routing.kv.prefix_index._LEAVE_AT_ONCE", 1)
-    monkeypatch.setattr("moestro.routing.kv.prefix_index._LEAVE_A_CALL", 1)
+    monkeypatch.setattr("moestro.routing.prefix_index._LEAVE_AT_ONCE", 1)
+    monkeypatch.setattr("moestro.routing.prefix_index._LEAVE_A_CALL", 1)
     made, prompt = index(2), packed(*range(10))
     for engine in (0, 1):
         made.cleared(engine)

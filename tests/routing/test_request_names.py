@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from moestro.routing.policy_contract import NAMES, names_read_by, unnamed_note
 from moestro.routing.registry import ROUTE_POLICIES, policy_from
-from moestro.routing.request_names import NAMES, names_read_by, unnamed_note
 
 READS = {
     "session_affinity": ("session_id",),

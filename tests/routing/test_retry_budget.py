@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moestro.routing.health.retry_budget import RetryBudget, RetryRules
+from moestro.routing.health import RetryBudget, RetryRules
 
 S = 1_000_000_000
 RULES = RetryRules(share=0.2, per_s=1.0, burst=40.0)

@@ -7,8 +7,8 @@ import pytest
 from moestro.core.load_figures import LoadFigures
 from moestro.core.request import Request, SamplingParams
 from moestro.routing.registry import policy_from
+from moestro.routing.route_queue import EngineSaturation, SaturationRules
 from moestro.routing.router import Router
-from moestro.routing.saturation import EngineSaturation, SaturationRules
 
 SECOND = 1_000_000_000
 FRESH_NS = 5 * SECOND

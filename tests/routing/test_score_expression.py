@@ -4,8 +4,7 @@ from support.routers import decide, request, table
 
 from moestro.errors import ConfigError
 from moestro.routing.policies.lmetric import LMetric
-from moestro.routing.registry import policy_from
-from moestro.routing.score_expression import expression_policy
+from moestro.routing.registry import expression_policy, policy_from
 
 
 def test_lmetric_can_be_written_as_an_expression():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moestro.routing.health.silence import LATE_FACTOR, Silence, SilenceRules
+from moestro.routing.health import LATE_FACTOR, Silence, SilenceRules
 
 S = 1_000_000_000
 RULES = SilenceRules(check_ns=5 * S, hang_ns=4 * S)

@@ -6,8 +6,7 @@ import pytest
 from support.routers import table
 
 from moestro.errors import ConfigError
-from moestro.routing.kv.source_watch import KV_EVENTS, SourceChange, SourceNews, SourceWatch
-from moestro.routing.policy_contract import Needs, RouteInputs
+from moestro.routing.policy_contract import KV_EVENTS, Needs, RouteInputs, SourceChange, SourceNews, SourceWatch
 from moestro.routing.registry import ROUTE_POLICIES, policy_from
 
 S = 1_000_000_000

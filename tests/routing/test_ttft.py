@@ -13,12 +13,11 @@ from moestro.cost.model import Batch
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.tables import FORMAT, DecodePoint, HostTimes, PrefillPoint, Table
 from moestro.errors import ConfigError
+from moestro.routing.decision_record import PolicyText, RecordedRouter, encode_entry, replay
 from moestro.routing.policy_contract import RouteInputs
-from moestro.routing.record.decision_record import PolicyText, RecordedRouter, encode_entry
-from moestro.routing.record.replay import replay
 from moestro.routing.registry import policy_from
+from moestro.routing.scoring import DEFAULT_TOKENS_PER_S, LearnedTtft, described_ttft, priced_ttft
 from moestro.routing.settings import RouterSettings
-from moestro.routing.ttft import DEFAULT_TOKENS_PER_S, LearnedTtft, described_ttft, priced_ttft
 
 MS = 1_000_000
 

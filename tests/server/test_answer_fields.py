@@ -9,9 +9,8 @@ import pytest
 from support.fake_rank import INFO
 from support.running import Running, call, chat, complete, open_stream
 
-from moestro.server.api.fields.request_builder import ServedModel
-from moestro.server.api.openapi import API_PATHS, openapi_document
-from moestro.server.api.routes import ApiServer
+from moestro.server.api.request_builder import ServedModel
+from moestro.server.api.routes import API_PATHS, ApiServer, openapi_document
 from moestro.web.prometheus import Exposition
 
 IM_END = 2  # A special token of the demo tokenizer, and an end token of the fake rank.

@@ -13,11 +13,11 @@ from support.model_outputs import TOOLS as SPECS
 from support.parroting_server import FLAGS, TOOLS, joined, say, whole, without_ids
 from support.running import Running, call
 
-from moestro.server.api.agent_api import MessageEncoding, ResponseEncoding, _decode_message, _decode_response
-from moestro.server.api.answers.responses import ChatForm, Heading
-from moestro.server.api.fields.protocol import Usage
-from moestro.server.api.fields.validation import parse_chat
-from moestro.server.engines.piece import Piece
+from moestro.server.api.protocol import Usage
+from moestro.server.api.request_runner import MessageEncoding, ResponseEncoding, _decode_message, _decode_response
+from moestro.server.api.responses import ChatForm, Heading
+from moestro.server.api.validation import parse_chat
+from moestro.server.engines.request_state import Piece
 from moestro.text.chats.chat_format import ChatEnd, ChatFormat, ToolUse
 from moestro.text.parsing.output_parser import REASONING_PARSERS, TOOL_PARSERS, ToolSpec
 from moestro.web.adapters.messages import chat_of_message

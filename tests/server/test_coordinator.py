@@ -13,7 +13,7 @@ from moestro.core.experts.table_message import ExpertLayers
 from moestro.errors import ConfigError, EngineDiedError, NoEngineError
 from moestro.flow.settings import GroupOptions
 from moestro.server.experts.coordinator import CONNECT_S, START_S, Coordinator
-from moestro.server.figures.group_metrics import GroupLines, group_metrics
+from moestro.server.figures.prometheus import GroupLines, group_metrics
 from moestro.web.errors import HttpError
 from moestro.wire.messages import Failed, Heartbeat, Joined, Members, Ready, WorkerFigures
 

@@ -13,10 +13,9 @@ from moestro.core.load_figures import LoadFigures
 from moestro.core.request import FinishReason, NewOutputs, Output, Request, SamplingParams, ServiceClass
 from moestro.errors import ConfigError, DrainingError, EngineDiedError, NoEngineError, QueueFullError
 from moestro.server.engines.engine_client import UNASSIGNED_S, EngineClient
-from moestro.server.engines.metrics import Metrics
-from moestro.server.engines.request_state import MAX_MOVES, Interrupted
-from moestro.server.processes.liveness import LivenessTimeouts
+from moestro.server.engines.request_state import MAX_MOVES, Interrupted, Metrics
 from moestro.server.processes.supervisor import Launching, Supervisor
+from moestro.server.processes.watchdog import LivenessTimeouts
 from moestro.web.errors import GenerationError, InternalError
 from moestro.web.prometheus import merge
 from moestro.wire.messages import Abort, Add, Failed, Outputs, Phase, Ready, Refused, decode_from_rank, encode

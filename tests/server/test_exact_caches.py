@@ -23,9 +23,9 @@ from moestro.core.request import FinishReason, NewOutputs, Output
 from moestro.engine.cache_events import UNCHANGED, changes_of
 from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings
-from moestro.routing.record.decision_record import KvCleared, KvRemoved, KvStored, decode_entry, is_entry, keyed_entry
+from moestro.routing.decision_record import KvCleared, KvRemoved, KvStored, decode_entry, is_entry, keyed_entry
 from moestro.server.engines.engine_client import EngineClient
-from moestro.server.engines.metrics import Metrics
+from moestro.server.engines.request_state import Metrics
 from moestro.web.record_file import record_key
 from moestro.wire.messages import Outputs, Ready
 

@@ -10,8 +10,8 @@ from support.expert_counts import NUM_EXPERTS, NUM_LAYERS, ask_for_counts
 from support.running import call, call_admin, metrics
 
 from moestro.core.experts.source_load import SourceLoad
-from moestro.server.engines import expert_loads
-from moestro.server.engines.expert_loads import ExpertLoads
+from moestro.server.engines import engine_reports
+from moestro.server.engines.engine_reports import ExpertLoads
 from moestro.wire.messages import ExpertReport, ReadExperts, report_of
 from moestro.workload.experts.expert_profile import read_profile_file
 
@@ -136,13 +136,13 @@ def test_a_report_that_does_not_fit_leaves_the_last_one():
 
 def test_scrapes_ask_once_in_a_while():
     group = Group(1)
-    for now_ns in (0, 1, expert_loads.REFRESH_NS - 1, expert_loads.REFRESH_NS):
+    for now_ns in (0, 1, engine_reports.REFRESH_NS - 1, engine_reports.REFRESH_NS):
         group.loads.refresh(now_ns)
     assert len(group.questions) == 2
 
 
 def test_an_engine_that_is_silent_delays_no_answer_for_ever(monkeypatch):
-    monkeypatch.setattr(expert_loads, "ANSWER_S", 0.01)
+    monkeypatch.setattr(engine_reports, "ANSWER_S", 0.01)
     group = Group(2)
     group.unreachable = {1}
     asyncio.run(group.loads.read())

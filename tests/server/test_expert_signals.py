@@ -12,11 +12,10 @@ from support.routers import request
 from moestro.core.experts.expert_pressure import expert_pressures
 from moestro.core.experts.expert_table import spread_evenly
 from moestro.core.experts.source_load import SourceLoad
+from moestro.routing.decision_record import PolicyText, RecordedRouter, encode_entry, replay
 from moestro.routing.policy_contract import FRESH_NS
-from moestro.routing.record.decision_record import PolicyText, RecordedRouter, encode_entry
-from moestro.routing.record.replay import replay
 from moestro.routing.settings import RouterSettings
-from moestro.server.engines.expert_loads import ExpertLoads
+from moestro.server.engines.engine_reports import ExpertLoads
 from moestro.server.experts.expert_signals import HALF_LIFE_NS, ExpertSignals, near_views
 from moestro.server.figures.prometheus import signal_metrics
 from moestro.wire.messages import report_of

@@ -17,7 +17,7 @@ from moestro.cli import main
 from moestro.config.serve_settings import ServeSettings
 from moestro.errors import ConfigError
 from moestro.flow.settings import SteppingSettings
-from moestro.placement.live_settings import LivePlacementSettings
+from moestro.placement.settings import LivePlacementSettings
 
 PROMPTS = ["def fibonacci(n):\n", "import os\n" * 20, "class Stack:\n    def push(self, item):\n", "x = 1\n" * 30]
 ASYNC = ("--mode", "async", "--attention", "2", "--experts", "2", "--num-redundant-experts", "4")

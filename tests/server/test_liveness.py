@@ -6,10 +6,18 @@ import asyncio
 
 import pytest
 
-from moestro.server.engines.metrics import Metrics
-from moestro.server.processes.liveness import Liveness, LivenessTimeouts, RankStatus
-from moestro.server.processes.restarts import FIRST_DELAY_S, LAST_DELAY_S, MAX_FAILED_STARTS, STEADY_S, RestartRule
+from moestro.server.engines.request_state import Metrics
 from moestro.server.processes.supervisor import Launching, Supervisor
+from moestro.server.processes.watchdog import (
+    FIRST_DELAY_S,
+    LAST_DELAY_S,
+    MAX_FAILED_STARTS,
+    STEADY_S,
+    Liveness,
+    LivenessTimeouts,
+    RankStatus,
+    RestartRule,
+)
 from moestro.web.ports.lifecycle import PauseMeter
 
 S = 10**9

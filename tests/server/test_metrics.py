@@ -13,8 +13,8 @@ from support.running import call, complete, metrics, open_stream, wait_until
 
 from moestro.core.load_figures import LoadFigures, PassCounts
 from moestro.core.request import FinishReason, ServiceClass
-from moestro.server.engines.metrics import Metrics
-from moestro.server.figures.statline import StatLines
+from moestro.server.engines.request_state import Metrics
+from moestro.server.figures.statistics import StatLines
 from moestro.web.prometheus import Histogram
 
 # Of the dashboards that are in use (production-stack's, AIBrix', the Gateway API's picker).

@@ -10,8 +10,8 @@ import pytest
 from support.running import call
 
 from moestro.errors import RequestError
-from moestro.server.api.fields.unsupported import HARMLESS_BELOW
-from moestro.server.api.fields.validation import parse_chat
+from moestro.server.api.request_fields import HARMLESS_BELOW
+from moestro.server.api.validation import parse_chat
 
 COMPACT = {"whitespace_flexible": False, "whitespace_pattern": None}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"], "additionalProperties": False}

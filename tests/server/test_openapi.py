@@ -12,10 +12,10 @@ from msgspec.json import encode
 from server.test_nested_fields import BODIES, CALL, OPEN, PLACES, SCHEMA, USER, spelled, with_keys
 
 from moestro.errors import RequestError
-from moestro.server.api.agent_api import _decode_message, _decode_response
-from moestro.server.api.fields.unsupported import HARMLESS_BELOW, IN_CHAT, IN_COMPLETIONS
-from moestro.server.api.fields.validation import parse_chat, parse_chats, parse_completion
-from moestro.server.api.openapi import openapi_document
+from moestro.server.api.request_fields import HARMLESS_BELOW, IN_CHAT, IN_COMPLETIONS
+from moestro.server.api.request_runner import _decode_message, _decode_response
+from moestro.server.api.routes import openapi_document
+from moestro.server.api.validation import parse_chat, parse_chats, parse_completion
 from moestro.web.adapters.messages import chat_of_message
 from moestro.web.adapters.responses_request import chat_of_response
 

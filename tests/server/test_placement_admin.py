@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from robustness.strangers.nasty_json import nasty_text
 from support.placed_group import EVEN, LAYERS, NUM_EXPERTS, NUM_LAYERS, NUM_WORKERS, PlacedGroup, run
 
-from moestro.server.admin.admin_plane import OperatorsPort, admin_runner
-from moestro.server.admin.live_placement import LivePlacement, PlacementAdmin
+from moestro.server.admin import OperatorsPort, admin_runner
+from moestro.server.experts.live_placement import LivePlacement, PlacementAdmin
 from moestro.server.figures.prometheus import placement_metrics
 from moestro.web.ports.connections import FrontLimits, bound_socket, http_front
 from moestro.web.ports.faults import Faults, Port

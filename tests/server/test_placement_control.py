@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.placed_group import EVEN, NUM_EXPERTS, NUM_LAYERS, SKEWED, PlacedGroup, run
 
-from moestro.placement.live import loop as placement_loop
+from moestro.placement.live import control as placement_loop
 from moestro.placement.live.control import (
     DRIFT_STEPS,
     DecisionOutcome,

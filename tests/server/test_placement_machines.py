@@ -14,11 +14,9 @@ pytest.importorskip("ray")
 from server.test_ray_launcher import FakeCluster, launcher_on
 
 from moestro.core.experts.expert_load import ExpertLoad
-from moestro.placement.devices import PlaceLimits
-from moestro.placement.live.group_view import GroupView, MachineOf
-from moestro.placement.live.plan import PlacementPlan, PlanRequest, ask_policy
-from moestro.placement.registry import PLACE_POLICIES
-from moestro.server.experts.expert_places import async_group
+from moestro.placement.contract import PLACE_POLICIES, PlaceLimits
+from moestro.placement.live.plan import GroupView, MachineOf, PlacementPlan, PlanRequest, ask_policy
+from moestro.server.experts.expert_signals import async_group
 
 HOMES, HOLDERS = (0, 1), (2, 3)
 NUM_LAYERS = len(LAYERS.layers)

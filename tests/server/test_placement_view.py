@@ -16,24 +16,23 @@ from moestro.cost.settings import PacedSettings
 from moestro.errors import ConfigError
 from moestro.flow.settings import SteppingSettings
 from moestro.model.settings import ModelSettings
-from moestro.placement.devices import PlaceLimits
-from moestro.placement.live.group_view import (
+from moestro.placement.contract import PLACE_POLICIES, PlaceLimits, PlacementError, in_slots_of
+from moestro.placement.live.plan import (
     GroupPlaces,
     GroupView,
     PlaceableGroup,
+    PlanRequest,
+    ask_policy,
     group_places,
     part_of,
     whole_of,
 )
-from moestro.placement.live.plan import PlanRequest, ask_policy
-from moestro.placement.live_settings import LivePlacementSettings
-from moestro.placement.registry import PLACE_POLICIES, PlacementError
 from moestro.placement.score import score
-from moestro.placement.search.slots import in_slots_of
-from moestro.server.admin.live_placement import open_placement
-from moestro.server.engines.expert_loads import ExpertLoads
-from moestro.server.experts.expert_places import ELSEWHERE
-from moestro.server.experts.placement_prices import live_prices
+from moestro.placement.settings import LivePlacementSettings
+from moestro.server.engines.engine_reports import ExpertLoads
+from moestro.server.experts.expert_signals import ELSEWHERE
+from moestro.server.experts.live_placement import open_placement
+from moestro.server.experts.placement_views import live_prices
 
 NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS = 3, 8, 6
 HOLDERS = (1, 2, 4)  # of five workers; the others have no room

@@ -15,8 +15,8 @@ from moestro.cli import app as app_module
 from moestro.cli import main
 from moestro.config.serve_settings import LauncherSettings
 from moestro.errors import ConfigError
-from moestro.server.processes.launcher import WORKER, ProcessEnd
-from moestro.server.processes.node_agent import NodeFacts
+from moestro.server.processes.launchers import WORKER, ProcessEnd
+from moestro.server.processes.ray_launcher import NodeFacts
 
 pytest.importorskip("ray")
 

@@ -13,8 +13,8 @@ from support.fake_rank import INFO
 from moestro.core.hashing import hash_blocks, hash_key
 from moestro.core.request import SamplingDefaults, ServiceClass
 from moestro.errors import PromptTooLongError, RequestError
-from moestro.server.api.fields.request_builder import Arrival, ServedModel, completion_jobs, prepare_chat_ask
-from moestro.server.api.fields.validation import parse_chat, parse_completion
+from moestro.server.api.request_builder import Arrival, ServedModel, completion_jobs, prepare_chat_ask
+from moestro.server.api.validation import parse_chat, parse_completion
 from moestro.text.tokenizer import Tokenizer
 
 ARRIVAL = Arrival("cmpl-1", 42)

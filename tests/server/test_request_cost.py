@@ -14,10 +14,10 @@ from support.fake_rank import INFO
 
 from moestro.core.request import FinishReason, Output, PackedLogprobs, Request, SamplingParams, TokenLogprobs
 from moestro.errors import PromptTooLongError, QueueFullError, RequestError
-from moestro.server.api.answers.generation import RETRY_S, Generation
-from moestro.server.api.fields import request_builder
-from moestro.server.api.fields.request_builder import Arrival, Job, ServedModel, completion_jobs, prepare_chat_ask
-from moestro.server.api.fields.validation import MAX_BAD_WORDS, parse_chat, parse_completion
+from moestro.server.api import request_builder
+from moestro.server.api.generation import RETRY_S, Generation
+from moestro.server.api.request_builder import Arrival, Job, ServedModel, completion_jobs, prepare_chat_ask
+from moestro.server.api.validation import MAX_BAD_WORDS, parse_chat, parse_completion
 from moestro.text.thread_pool import PrepareThreads
 from moestro.wire.messages import MAX_MESSAGE_BYTES
 

@@ -28,12 +28,11 @@ from moestro.core.scheduling_events import (
     SequenceQueued,
 )
 from moestro.errors import ConfigError, MoestroError
-from moestro.routing.record import decision_log
-from moestro.routing.record.candidates import Candidates
-from moestro.routing.record.decision_record import ScheduledOn, decode_entry, encode_entry
-from moestro.routing.record.request_trace import RequestTrace, ServerFacts
-from moestro.routing.router import RouteDecision
-from moestro.server.engines.request_log import RequestLog
+from moestro.routing import decision_log
+from moestro.routing.decision_log import RequestTrace, ServerFacts
+from moestro.routing.decision_record import ScheduledOn, decode_entry, encode_entry
+from moestro.routing.router import Candidates, RouteDecision
+from moestro.server.engines.engine_reports import RequestLog
 
 EP = ServerFacts(mode="ep", order="qllm", evict="x", num_experts=16, expert_workers=("engine 0", "engine 1"))
 
@@ -221,7 +220,7 @@ def test_what_a_replay_needs_is_written_and_no_more():
 
 def test_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(decision_log, "MOST_UNWRITTEN", 5)
-    monkeypatch.setattr("moestro.server.engines.request_log.REMEMBERED", 3)
+    monkeypatch.setattr("moestro.server.engines.engine_reports.REMEMBERED", 3)
     recorded = Recorded()
     for i in range(20):
         recorded.log.routed(request(f"r{i}"), decision(), "")

@@ -13,7 +13,7 @@ from gateway.rig import looped
 from support.running import Running, complete, metrics, wait_until
 
 from moestro.errors import ConfigError
-from moestro.routing.record.replay import replay
+from moestro.routing.decision_record import replay
 from moestro.web.record_file import RecordFile, record_key
 from moestro.workload.traces.request_record import read_request_record
 

@@ -12,7 +12,7 @@ import pytest
 from support.running import PATIENCE_S, has_ended
 
 from moestro.config.launch_spec import STANDBY
-from moestro.server.processes.standby import Standby
+from moestro.server.processes.launchers import Standby
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="elsewhere each worker loads its libraries"

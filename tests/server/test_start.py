@@ -16,8 +16,8 @@ from moestro.config.serve_settings import ServerSettings
 from moestro.core.model_info import CardMemory
 from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError
-from moestro.server.api.fields.request_builder import ServedModel
-from moestro.server.figures.banner import serve_banner
+from moestro.server.api.request_builder import ServedModel
+from moestro.server.figures.statistics import serve_banner
 from moestro.server.processes.start_checks import StartClock
 from moestro.text.chats.chat_format import chat_format
 from moestro.text.settings import ChatSettings

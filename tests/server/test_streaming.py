@@ -13,14 +13,19 @@ import pytest
 from support.running import PATIENCE_S, call, read_to_end, stream_request
 
 from moestro.core.request import FinishReason, Output, Request, SamplingParams
-from moestro.server.api.answers.generation import Generation, _Choice
-from moestro.server.api.answers.logprobs import Score
-from moestro.server.api.answers.responses import ChatForm, CompletionForm, Heading
-from moestro.server.api.answers.sse import ChunkEncoder, OpenAIEncoding, UsageWanted, stream
-from moestro.server.api.fields.protocol import PromptTokensDetails, Usage
-from moestro.server.api.fields.request_builder import Job
-from moestro.server.engines.piece import Piece
-from moestro.server.engines.request_state import Inbox
+from moestro.server.api.generation import Generation, _Choice
+from moestro.server.api.protocol import PromptTokensDetails, Usage
+from moestro.server.api.request_builder import Job
+from moestro.server.api.responses import (
+    ChatForm,
+    ChunkEncoder,
+    CompletionForm,
+    Heading,
+    OpenAIEncoding,
+    UsageWanted,
+    stream,
+)
+from moestro.server.engines.request_state import Inbox, Piece, Score
 from moestro.text.parsing.answer_parser import ContentText
 from moestro.text.thread_pool import PrepareThreads
 from moestro.text.tokenizer import Tokenizer

@@ -19,15 +19,15 @@ from moestro.core.request import FinishReason
 from moestro.errors import GrammarTimeoutError, RequestError
 from moestro.grammar.checker import MAX_TRIES, GrammarVerdict
 from moestro.grammar.host import CHECK, TRY
-from moestro.server.api.answers.generation import _failure
-from moestro.server.api.fields.structured_output import (
+from moestro.server.api.chat_fields import (
     MAX_GRAMMAR_BYTES,
     MAX_WAITING_CHECKS,
     MAX_WAITING_TRIES,
     GrammarGate,
     RequestedGrammar,
 )
-from moestro.server.api.fields.validation import parse_chat, parse_completion
+from moestro.server.api.generation import _failure
+from moestro.server.api.validation import parse_chat, parse_completion
 
 SCHEMA = {
     "type": "object",

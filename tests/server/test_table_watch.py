@@ -6,7 +6,7 @@ import numpy as np
 
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.core.scheduling_events import ExpertMove
-from moestro.server.experts.table_watch import MOST_MOVES, NO_WORKER, ServedTable, TableWatch, describe_change
+from moestro.server.experts.expert_signals import MOST_MOVES, NO_WORKER, ServedTable, TableWatch, describe_change
 
 
 def table(version: int, workers: list[list[list[int]]], alive: list[bool] | None = None) -> ExpertTable:

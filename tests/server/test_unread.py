@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moestro.core.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
-from moestro.server.api.answers.responses import CompletionForm, Heading
-from moestro.server.api.answers.sse import OpenAIEncoding
-from moestro.server.api.fields.request_builder import Job
+from moestro.server.api.request_builder import Job
 from moestro.server.api.request_runner import RequestRunner
-from moestro.server.engines.unread import UnreadMemory, UnreadStream
+from moestro.server.api.responses import CompletionForm, Heading, OpenAIEncoding
+from moestro.server.engines.request_state import UnreadMemory, UnreadStream
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.access.control import Access
 from moestro.web.errors import Refusals

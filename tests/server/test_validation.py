@@ -10,10 +10,9 @@ import random
 import pytest
 
 from moestro.errors import PromptTooLongError, RequestError
-from moestro.server.api.fields.protocol import ChatFields, CompletionFields, GenerationFields
-from moestro.server.api.fields.request_fields import ignored_warning
-from moestro.server.api.fields.unsupported import IN_CHAT, IN_COMPLETIONS, WITHOUT_EFFECT
-from moestro.server.api.fields.validation import parse_chat, parse_completion
+from moestro.server.api.protocol import ChatFields, CompletionFields, GenerationFields
+from moestro.server.api.request_fields import IN_CHAT, IN_COMPLETIONS, WITHOUT_EFFECT, ignored_warning
+from moestro.server.api.validation import parse_chat, parse_completion
 
 DEEP = b'{"prompt": "x", "extra": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
@@ -197,9 +196,7 @@ def test_ids_that_cannot_fit_are_refused_by_their_number_alone():
 
 @pytest.mark.parametrize("item", ["1", "[1]", "[[]]", "[]", '[1,"a"]'])
 def test_a_swarm_of_ids_or_lists_is_refused_without_decoding_it(item, monkeypatch):
-    monkeypatch.setattr(
-        "moestro.server.api.fields.request_fields.decode_completion._decoder", None
-    )  # it would be computed
+    monkeypatch.setattr("moestro.server.api.request_fields.decode_completion._decoder", None)  # it would be computed
     with pytest.raises(RequestError) as refused:
         parse_completion(f'{{"prompt": [{", ".join([item] * 5000)}]}}'.encode(), max_prompt_ids=1000)
     assert refused.value.param == "prompt"

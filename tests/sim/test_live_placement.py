@@ -20,9 +20,9 @@ from moestro.cost.drawn_step import SlotRows
 from moestro.cost.gate import PopularityGate
 from moestro.cost.popularity import PopularityForm
 from moestro.engine.settings import SchedulerSettings
-from moestro.placement.devices import PlaceLimits, PlacePrices, even_devices
+from moestro.placement.contract import PlaceLimits, PlacePrices, even_devices
 from moestro.placement.live.control import DecisionOutcome, Trigger
-from moestro.placement.live_settings import LivePlacementSettings
+from moestro.placement.settings import LivePlacementSettings
 from moestro.sim.cluster import Cluster
 from moestro.sim.groups.baselines import LOCK_STEP, expert_parallel, lock_step, slowed
 from moestro.sim.groups.live_placement import (

@@ -14,8 +14,8 @@ from moestro.core.hashing import HASH_BYTES
 from moestro.core.request import ServiceClass
 from moestro.core.scheduling_events import SequenceAdmitted, SequencePreempted, SequenceQueued
 from moestro.errors import ConfigError
-from moestro.routing.record.decision_record import encode_entry
-from moestro.routing.record.request_trace import EngineEvent, RequestTrace
+from moestro.routing.decision_log import EngineEvent, RequestTrace
+from moestro.routing.decision_record import encode_entry
 from moestro.sim.figures.request_table import write_request_table
 from moestro.sim.figures.shown_figures import shown_figures
 from moestro.sim.load.recorded_engines import WhatIfSettings

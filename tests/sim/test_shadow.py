@@ -13,7 +13,7 @@ from moestro.core.clock import NS_PER_S, ClockPair
 from moestro.core.request import SamplingParams
 from moestro.core.student_t import student_t_quantile
 from moestro.errors import ConfigError
-from moestro.routing.record.decision_record import EngineCounted, PolicyText, RecordedRouter, Served
+from moestro.routing.decision_record import EngineCounted, PolicyText, RecordedRouter, Served
 from moestro.routing.scrape import EngineTotals
 from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.sim.figures.intervals import block_half_width

@@ -7,8 +7,7 @@ from numpy.typing import NDArray
 
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.placement.devices import Devices, PlaceLimits, PlacePrices, even_devices
-from moestro.placement.registry import PlaceView
+from moestro.placement.contract import Devices, PlaceLimits, PlacePrices, PlaceView, even_devices
 
 Floats = NDArray[np.float64]
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.core.experts.source_load import SourceLoad
-from moestro.placement.live.migration import MigrationProgress
-from moestro.server.engines.expert_loads import ExpertLoads
+from moestro.placement.live.ep_migration import MigrationProgress
+from moestro.server.engines.engine_reports import ExpertLoads
 from moestro.wire.messages import ReadExperts, report_of
 
 

@@ -187,10 +187,8 @@ def _stand_by(control: socket.socket, server: int) -> NoReturn:
 
 def _replace_launcher(pid: int, control: socket.socket) -> None:
     from moestro.server import server  # noqa: PLC0415 they are loaded when this runs
-    from moestro.server.processes import standby  # noqa: PLC0415 they are loaded when this runs
-    from moestro.server.processes.launcher import WORKER  # noqa: PLC0415
-    from moestro.server.processes.local_launcher import LocalLauncher  # noqa: PLC0415
-    from moestro.server.processes.local_process import ForkedProcess  # noqa: PLC0415
+    from moestro.server.processes import launchers  # noqa: PLC0415 they are loaded when this runs
+    from moestro.server.processes.launchers import WORKER, ForkedProcess, LocalLauncher  # noqa: PLC0415
 
     class ForkingLauncher(LocalLauncher):
         """The launcher of modes with processes on standby, of which the first one is there already."""
@@ -202,9 +200,9 @@ def _replace_launcher(pid: int, control: socket.socket) -> None:
         async def open(self) -> None:
             await super().open()
             process = ForkedProcess(pid, os.dup(control.fileno()), "", None)
-            self._standby._add(standby._Template(process, control, is_loaded=False))
+            self._standby._add(launchers._Template(process, control, is_loaded=False))
 
-    standby._FORK_S = _FORK_S
+    launchers._FORK_S = _FORK_S
     server.LocalLauncher = ForkingLauncher
 
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.placement.devices import Devices, PlaceLimits, PlacePrices, even_devices
-from moestro.placement.registry import PlaceView
+from moestro.placement.contract import Devices, PlaceLimits, PlacePrices, PlaceView, even_devices
 
 
 @dataclass(frozen=True)

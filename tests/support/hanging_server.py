@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import moestro.gateway.server
-import moestro.server.processes.restarts
+import moestro.server.processes.watchdog
 import moestro.server.server
 import moestro.web.ports.lifecycle
 from moestro.cli import main
@@ -64,7 +64,7 @@ def hang(what: str) -> None:
 if __name__ == "__main__":
     _, what, *arguments = sys.argv
     moestro.web.ports.lifecycle.EXIT_S, moestro.web.ports.lifecycle._ALARM_S = 1.0, 0.5
-    moestro.server.processes.restarts.FIRST_DELAY_S = 0.02
+    moestro.server.processes.watchdog.FIRST_DELAY_S = 0.02
     for server in (moestro.server.server._ServeProcess, moestro.gateway.server._RouteServer):
 
         def announce(self, *given, real=server._announce):

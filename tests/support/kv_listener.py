@@ -13,7 +13,7 @@ from support.fake_publisher import Sink
 from support.running import wait_until
 
 from moestro.core.hashing import hash_blocks, hash_key, split_hashes
-from moestro.routing.kv.kv_events import KvFeed, KvFeedSettings
+from moestro.routing.kv_events import KvFeed, KvFeedSettings
 from moestro.text.tokenizer import Tokenizer
 from moestro.wire.kv_names import NamingRules
 

@@ -19,15 +19,13 @@ from moestro.core.experts.layer_moves import moves_between, rounds_of
 from moestro.core.experts.move_agreement import MovingTable
 from moestro.core.experts.table_message import ExpertLayers, TableMessage
 from moestro.flow.settings import GroupOptions
-from moestro.placement.devices import PlaceLimits
-from moestro.placement.live.control import PlacementControl, Trigger
+from moestro.placement.contract import PlaceLimits, PlacementError
+from moestro.placement.live.control import Compute, EffectAnswer, PlacementControl, PlacementLoop, Trigger
 from moestro.placement.live.ep_migration import EpMigration
-from moestro.placement.live.group_view import GroupView, PlaceableGroup, group_places
-from moestro.placement.live.loop import Compute, EffectAnswer, PlacementLoop
-from moestro.placement.live_settings import LivePlacementSettings
-from moestro.placement.registry import PlacementError
+from moestro.placement.live.plan import GroupView, PlaceableGroup, group_places
+from moestro.placement.settings import LivePlacementSettings
 from moestro.server.experts.coordinator import Coordinator
-from moestro.server.experts.expert_places import async_group
+from moestro.server.experts.expert_signals import async_group
 from moestro.web.errors import HttpError
 from moestro.wire.messages import (
     DropLayer,

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from moestro.cli import main
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.server.admin.worker_admin import WorkerAdmin
+from moestro.server.admin import WorkerAdmin
 
 REAL_ROUTES = WorkerAdmin.routes
 

@@ -12,10 +12,10 @@ from support.fake_migration import FakeEngines, FakeMigration
 
 from moestro.core.experts.expert_table import spread_evenly
 from moestro.placement.live.control import DecisionOutcome, PlacementControl
-from moestro.placement.live.group_view import GroupView, PlaceableGroup, group_places
-from moestro.placement.live_settings import LivePlacementSettings
-from moestro.server.experts.placement_driver import PlacementDriver
-from moestro.server.experts.placement_prices import LivePrices
+from moestro.placement.live.plan import GroupView, PlaceableGroup, group_places
+from moestro.placement.settings import LivePlacementSettings
+from moestro.server.experts.live_placement import PlacementDriver
+from moestro.server.experts.placement_views import LivePrices
 
 NUM_WORKERS, NUM_LAYERS, NUM_EXPERTS = 2, 3, 8
 LAYERS = (1, 2, 4)  # of the network; the others are dense

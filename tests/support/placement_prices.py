@@ -11,8 +11,7 @@ from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.cost.gpus import H100
 from moestro.cost.links import INFINIBAND_NDR, NVSWITCH_H100
-from moestro.placement.devices import PlacePrices
-from moestro.placement.registry import PlaceView
+from moestro.placement.contract import PlacePrices, PlaceView
 from moestro.placement.score import move_s, moves_between, score
 
 Floats = NDArray[np.float64]

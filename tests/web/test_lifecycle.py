@@ -14,7 +14,7 @@ import pytest
 from conftest import NAME
 from support.running import PATIENCE_S, Running, has_ended, open_stream, read_to_end, wait_until
 
-from moestro.server.processes.private_directory import private_directory
+from moestro.server.processes.start_checks import private_directory
 
 HANGING = (sys.executable, str(Path(__file__).parents[1] / "support" / "hanging_server.py"))
 
@@ -166,7 +166,7 @@ def test_servers_that_start_at_once_do_not_remove_each_other_s_directories(tmp_p
     """Each of six processes makes directories as fast as it can, and finds its own as long as it holds it."""
     code = """
 from pathlib import Path
-from moestro.server.processes.private_directory import private_directory
+from moestro.server.processes.start_checks import private_directory
 for _ in range(150):
     with private_directory() as own:
         (own / "ranks").touch()

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moestro.errors import RequestError
-from moestro.server.admin.admin_plane import admin_runner
+from moestro.server.admin import admin_runner
 from moestro.web import bodies as bodies_module
 from moestro.web.access.control import Access
 from moestro.web.bodies import FREE_BYTES, MAX_MEMBERS, MAX_RATIO, Bodies, Unpacker, coding_in, unpacked

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from moestro.gateway.clients.paths import Routes
-from moestro.server.api.openapi import API_PATHS
+from moestro.server.api.routes import API_PATHS
 from moestro.web.page import PAGE_HEADERS, PAGE_PATHS, page_file
 
 SCRIPTS = sorted(path for path in PAGE_PATHS if path.endswith(".js"))

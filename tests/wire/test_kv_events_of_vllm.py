@@ -14,7 +14,7 @@ import pytest
 from support.fake_publisher import Sink, as_array
 
 from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, split_hashes
-from moestro.routing.kv.kv_events import KvFeed, KvFeedSettings
+from moestro.routing.kv_events import KvFeed, KvFeedSettings
 from moestro.text.tokenizer import Tokenizer
 from moestro.wire.kv_names import NamingRules
 

@@ -27,7 +27,7 @@ from moestro.core.request import NewOutputs, Output, Request, SamplingParams, Se
 from moestro.core.scheduling_events import SequenceLeft
 from moestro.errors import ConfigError, NoEngineError
 from moestro.server.engines.rank_socket import RankSocket
-from moestro.server.processes.private_directory import private_directory
+from moestro.server.processes.start_checks import private_directory
 from moestro.wire.local_stream import LocalStream, local_path
 from moestro.wire.messages import (
     MAX_MESSAGE_BYTES,
@@ -375,7 +375,7 @@ def test_a_connection_whose_message_is_beyond_the_limit_is_closed(address):
 
 def test_a_rank_that_does_not_read_gets_its_messages_later_and_in_the_end_no_more(address, monkeypatch):
     limit = 50
-    monkeypatch.setattr("moestro.server.engines.rank_listeners.MAX_QUEUED_MESSAGES", limit)
+    monkeypatch.setattr("moestro.server.engines.rank_socket.MAX_QUEUED_MESSAGES", limit)
 
     async def test(wire, inbox):
         rank, names, got = connected(address, identity_of(0, 0)), [], []

@@ -27,8 +27,8 @@ from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.server.experts.coordinator import WorkerView
-from moestro.server.figures.group_metrics import group_metrics
-from moestro.server.figures.pace_lines import PaceLines
+from moestro.server.figures.prometheus import group_metrics
+from moestro.server.figures.statistics import PaceLines
 from moestro.sim.groups.worker_group import Transfer, VirtualLinks
 from moestro.wire.messages import Add, Outputs, Shutdown, WorkerFigures
 from moestro.worker.paced import FixedAnswers, PacedDevice, dilated, pace_of_stages

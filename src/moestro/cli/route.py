@@ -29,20 +29,20 @@ def route(
 
     routing = flags.routing
     if routing.tokenizer is None:
-        from moestro.gateway.kv.prompt_blocks import text_prompt_reader
+        from moestro.gateway.clients.request_body import text_prompt_reader
 
         reading = text_prompt_reader(routing.text_block_bytes)
     else:  # the tokenizer's libraries take seconds to load
         require_extra("tokenizer", "--tokenizer")
         with loading("the tokenizer"):
             from moestro.config.checkpoint_directory import locate_tokenizer
-            from moestro.gateway.kv.tokenized_blocks import tokenized_prompt_reader
+            from moestro.gateway.clients.tokenized_blocks import tokenized_prompt_reader
 
         reading = tokenized_prompt_reader(locate_tokenizer(routing.tokenizer), routing.block_size)
     if flags.tracing.otlp_traces_endpoint is not None:
         require_extra("otel", "--otlp-traces-endpoint")
     if flags.front.workers > 1:
-        from moestro.gateway.workers.processes import route_with_workers
+        from moestro.gateway.workers import route_with_workers
 
         route_with_workers(flags, reading)
         return

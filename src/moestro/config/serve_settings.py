@@ -17,8 +17,7 @@ from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError
 from moestro.flow.settings import GroupOptions, SteppingSettings
 from moestro.model.settings import DEMO_MODEL, ModelSettings
-from moestro.placement.live_settings import LivePlacementSettings
-from moestro.placement.settings import ExpertLoadSettings
+from moestro.placement.settings import ExpertLoadSettings, LivePlacementSettings
 from moestro.routing.settings import RoutePolicySettings
 from moestro.text.settings import ChatSettings
 from moestro.web.settings import AccessSettings, TlsSettings, TracingSettings

@@ -1,68 +1,103 @@
-"""Assembles the router from its settings."""
+"""Assembles the router from its settings, with the OpenAPI document of the paths that it answers or passes on."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 from prometheus_client.registry import Collector
 
-from moestro.gateway.admission import Admission
-from moestro.gateway.clients.client_limits import ClientLimits
-from moestro.gateway.clients.downstream import ClientConnections
+from moestro.gateway.admin import EngineAdmin
+from moestro.gateway.clients.downstream import ClientConnections, ClientLimits
 from moestro.gateway.clients.http_headers import CORS_HEADERS, KEY_HEADERS, TRACE_HEADERS
-from moestro.gateway.clients.openapi import router_document
-from moestro.gateway.clients.own_answers import own_answers
-from moestro.gateway.clients.paths import Routes
-from moestro.gateway.discovery.discovery import Discovery, EngineSource
-from moestro.gateway.discovery.dns_source import DnsNames
-from moestro.gateway.discovery.file_source import EngineFile
-from moestro.gateway.discovery.kubernetes_source import Kubernetes
+from moestro.gateway.clients.paths import MODELS, OWN_PATHS, Routes
+from moestro.gateway.clients.request_body import PromptReader
+from moestro.gateway.discovery.discovery import Discovery, DnsNames, EngineFile, EngineSource
+from moestro.gateway.discovery.kubernetes import Kubernetes
 from moestro.gateway.discovery.lists import EngineLists, KeepRules
-from moestro.gateway.discovery.settings import DiscoverySettings
-from moestro.gateway.engines.engine_admin import EngineAdmin
-from moestro.gateway.engines.fleet import Fleet
-from moestro.gateway.engines.health_checks import EngineWatcher, HealthWatch, MetricsWatch, Watch, WatchRules
-from moestro.gateway.engines.source_reports import HasEvents, SourceReports
+from moestro.gateway.engines.fleet import Counts, Fleet
+from moestro.gateway.engines.health_checks import (
+    EngineWatcher,
+    HasEvents,
+    HealthWatch,
+    MetricsWatch,
+    SourceReports,
+    Watch,
+    WatchRules,
+)
+from moestro.gateway.engines.kv_subscriber import KvEventsWatch
 from moestro.gateway.exchange import ExchangeContext, ExchangeRules
-from moestro.gateway.figures.prometheus import RouteCollector
-from moestro.gateway.figures.statistics import FleetStatistics
-from moestro.gateway.kv.kv_prometheus import KvFigures
-from moestro.gateway.kv.kv_sources import KvSources
-from moestro.gateway.kv.kv_watch import KvEventsWatch
-from moestro.gateway.kv.prompt_blocks import PromptReader
-from moestro.gateway.metrics import Counts
-from moestro.gateway.peers.exchange import PeerCollector, PeerExchange
-from moestro.gateway.proxy import Proxy
+from moestro.gateway.figures import FleetStatistics, KvFigures, RouteCollector
+from moestro.gateway.part_settings import DiscoverySettings, KvSources
+from moestro.gateway.peers import PeerCollector, PeerExchange
+from moestro.gateway.proxy import Admission, Proxy, own_answers
 from moestro.gateway.request_queue import RequestQueue, RequestQueueRules
-from moestro.gateway.resume.resumption import Resumption
+from moestro.gateway.resume.stream import Resumption
 from moestro.gateway.settings import EngineSettings, FrontSettings, RecordSettings, RouteSettings
-from moestro.gateway.shadow.access_log import LogFollower
-from moestro.gateway.shadow.observer import ShadowObserver
-from moestro.gateway.shadow.tee import ShadowProxy
+from moestro.gateway.shadow import LogFollower, ShadowObserver, ShadowProxy
 from moestro.gateway.tracing import RouterTraces
-from moestro.routing.health.breaker import BreakerRules
-from moestro.routing.health.engine_health import HealthRules
-from moestro.routing.health.retry_budget import RetryBudget, RetryRules
-from moestro.routing.health.silence import SilenceRules
+from moestro.routing.decision_log import DecisionLog
+from moestro.routing.decision_record import Entry, Gap, PolicyText, RecordedRouter, keyed_entry
+from moestro.routing.health import BreakerRules, HealthRules, RetryBudget, RetryRules, SilenceRules
 from moestro.routing.policy_contract import FRESH_NS, RouteInputs
-from moestro.routing.record.decision_log import DecisionLog
-from moestro.routing.record.decision_record import Entry, Gap, PolicyText, RecordedRouter, keyed_entry
-from moestro.routing.route_queue import RouteQueue
+from moestro.routing.route_queue import EngineSaturation, RouteQueue
 from moestro.routing.router import Router
-from moestro.routing.saturation import EngineSaturation
 from moestro.routing.scrape import SCRAPED_FIGURES
 from moestro.routing.settings import RouterSettings
 from moestro.text.thread_pool import PrepareThreads
 from moestro.web.access.control import Access
 from moestro.web.access.rate_limits import ProcessLimits
+from moestro.web.errors import AnthropicErrorBody, ErrorBody
+from moestro.web.openapi import EMPTY, ApiPath, document_of
+from moestro.web.page import HEALTH_PATHS, PAGE_PATHS, PUBLIC, READY_PATHS
 from moestro.web.ports.connections import FrontLimits
 from moestro.web.ports.faults import Faults
 from moestro.web.prometheus import Exposition
 from moestro.web.record_file import RecordFile, read_clocks, record_key
+from moestro.web.statistics import LiveStatistics
 from moestro.web.tracing import SpanSink
+
+_PROBES = frozenset({*HEALTH_PATHS, *READY_PATHS})
+_TEXTS = {"/metrics": "text/plain", "/docs": "text/html", "/": "text/html"}
+_MESSAGES = "/v1/messages"
+
+
+def router_document(routes: Routes) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of a router with `routes`. Engines decide the fields of bodies."""
+    own = [_own(path) for path in OWN_PATHS if path not in PAGE_PATHS or path == "/"]
+    own += [
+        ApiPath(path=f"{MODELS}{{name}}", summary="Describe one model.", says="The model, as an engine describes it."),
+        ApiPath(path="/page/{name}", summary="A file of the page.", says="The file.", media_type="*/*", is_public=True),
+    ]
+    passed = [
+        ApiPath(
+            path=path,
+            method=method,
+            summary="Answered by an engine.",
+            says="The engine's answer.",
+            has_any_body=method in ("post", "put"),
+            is_streamed=method == "post",
+            error=AnthropicErrorBody if path.startswith(_MESSAGES) else ErrorBody,
+        )
+        for path, methods in routes.passed()
+        for method in sorted({name.decode().lower() for name in methods} - {"head", "options"})
+    ]
+    return document_of([*own, *passed])
+
+
+def _own(path: str) -> ApiPath:
+    return ApiPath(
+        path=path,
+        summary="Answered by the router.",
+        says=EMPTY if path in _PROBES else "The router's answer.",
+        answer=LiveStatistics if path == "/statistics" else None,
+        media_type=_TEXTS.get(path, "application/json"),
+        is_public=path in PUBLIC,
+    )
+
 
 _SOON_S = 0.5  # Interval between checks of an unhealthy engine, so that a started server is found soon.
 

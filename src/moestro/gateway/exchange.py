@@ -17,15 +17,8 @@ from moestro.errors import RequestError
 from moestro.gateway.clients.downstream import ClientConnection
 from moestro.gateway.clients.http_headers import AnswerHead, Incoming, header_text
 from moestro.gateway.clients.paths import CLASS_PATHS
-from moestro.gateway.engines.fleet import Fleet, RouteBounds, RoutedEngine
-from moestro.gateway.engines.upstream import EngineConnection
-from moestro.gateway.metrics import Counts, usage_in
-from moestro.gateway.request_queue import RequestQueue
-from moestro.gateway.resume.request import ResumableRequest
-from moestro.gateway.resume.resumption import Resumption, continued
-from moestro.gateway.resume.stream import ResumableStream
-from moestro.gateway.tracing import RouterTraces
-from moestro.gateway.verdicts import (
+from moestro.gateway.engines.fleet import Counts, Fleet, RouteBounds, RoutedEngine, usage_in
+from moestro.gateway.engines.health_checks import (
     FIRST_ERROR,
     AnswerTail,
     begins_with_error,
@@ -37,9 +30,13 @@ from moestro.gateway.verdicts import (
     judge_success,
     origin_of,
 )
-from moestro.routing.health.evidence import Origin
-from moestro.routing.health.retry_budget import RetryBudget
-from moestro.routing.record.decision_log import DecisionLog
+from moestro.gateway.engines.upstream import EngineConnection
+from moestro.gateway.request_queue import RequestQueue
+from moestro.gateway.resume.request import ResumableRequest
+from moestro.gateway.resume.stream import ResumableStream, Resumption, continued
+from moestro.gateway.tracing import RouterTraces
+from moestro.routing.decision_log import DecisionLog
+from moestro.routing.health import Origin, RetryBudget
 from moestro.routing.router import RouteDecision
 from moestro.web.access.control import Access
 from moestro.web.errors import GenerationError, HttpError, InternalError, error_body

@@ -6,21 +6,22 @@ import asyncio
 import contextlib
 import gc
 import logging
+import mmap
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from moestro.config.idle_flags import warn_of_idle_flags
 from moestro.errors import DrainingError
 from moestro.gateway.admin import Admin
 from moestro.gateway.app import RouterApp, assemble
-from moestro.gateway.figures.banner import RouteSummary, route_banner
-from moestro.gateway.figures.statline import RouteLines
-from moestro.gateway.kv.prompt_blocks import PromptReader
+from moestro.gateway.clients.request_body import PromptReader
+from moestro.gateway.figures import RouteLines, RouteSummary, route_banner
 from moestro.gateway.proxy import sweep_forever
 from moestro.gateway.settings import ROUTE_NEEDS, EngineUrl, RouteSettings
-from moestro.gateway.workers.starts import WorkerStarts
 from moestro.web.access.rate_limits import ProcessLimits, SharedLimits
 from moestro.web.banner import log_forever, print_banner
 from moestro.web.ports.connections import (
@@ -40,6 +41,57 @@ from moestro.web.ports.tls import ServerTls
 from moestro.web.tracing import open_sink
 
 logger = logging.getLogger(__name__)
+
+
+_COUNTERS = ("begun", "waiting", "updated", "serving")
+
+
+class WorkerStarts:
+    """Counts the starts of each worker, and notes the newest start that has reached each stage.
+
+    A note names its start, so that one about a worker that died does not count for its successor. Each counter has
+    one writer.
+
+    Args:
+        num_workers: workers of the router.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        kind = np.dtype([(name, "u8") for name in _COUNTERS])
+        self._rows = np.frombuffer(mmap.mmap(-1, kind.itemsize * num_workers), kind)
+
+    def begin(self, worker: int) -> None:
+        """Count a start. Called by the starting process."""
+        self._rows["begun"][worker] += 1
+
+    def wait(self, worker: int) -> None:
+        """Note that the worker waits for the operators' changes. Called by the worker."""
+        self._rows["waiting"][worker] = self._rows["begun"][worker]
+
+    def serve(self, worker: int) -> None:
+        """Note that the worker takes requests. Called by the worker."""
+        self._rows["serving"][worker] = self._rows["begun"][worker]
+
+    def update(self, worker: int, start: int) -> None:
+        """Note that a start has the operators' changes. Called by the process of the admin plane."""
+        self._rows["updated"][worker] = start
+
+    def lacking(self, worker: int) -> int | None:
+        """Return the start that waits for the operators' changes; None means that the worker does not wait."""
+        row = self._rows[worker]
+        start = int(row["begun"])
+        return start if row["waiting"] == start != row["updated"] else None
+
+    def is_updated(self, worker: int) -> bool:
+        """Return whether the worker has the operators' changes."""
+        row = self._rows[worker]
+        return bool(row["updated"] == row["begun"])
+
+    def are_serving(self) -> bool:
+        """Return whether all workers take requests."""
+        rows = self._rows
+        return bool(((rows["serving"] == rows["begun"]) & (rows["begun"] > 0)).all())
+
 
 _SWEEP_S = 0.25
 _MANY_ENGINES = 64  # For which there are open files where lists name the engines.

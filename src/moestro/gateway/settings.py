@@ -16,13 +16,16 @@ from moestro.core.hosts import in_address
 from moestro.core.setting_checks import PORT, CheckedSettings, above, at_least, between
 from moestro.errors import ConfigError
 from moestro.gateway.clients.paths import can_be_opened
-from moestro.gateway.discovery.settings import DiscoverySettings
-from moestro.gateway.engines.traits import ANY_TRAITS, EngineTraits
-from moestro.gateway.kv.kv_sources import KvSources
-from moestro.gateway.peers.settings import RouterPeerSettings
-from moestro.gateway.picker.settings import PickerSettings
-from moestro.gateway.queue_settings import QueueSettings
-from moestro.gateway.shadow.settings import ShadowSettings
+from moestro.gateway.part_settings import (
+    ANY_TRAITS,
+    DiscoverySettings,
+    EngineTraits,
+    KvSources,
+    PickerSettings,
+    QueueSettings,
+    RouterPeerSettings,
+    ShadowSettings,
+)
 from moestro.routing.scrape import MAX_RANKS
 from moestro.routing.settings import RoutePolicySettings
 from moestro.web.settings import AccessSettings, TlsSettings, TracingSettings

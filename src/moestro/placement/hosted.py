@@ -3,22 +3,35 @@
 vLLM and SGLang know no empty slot, and give all copies of an expert equal parts of its tokens. Both report the load of
 all ranks together. Each rank runs the planner by itself, so that equal questions need equal answers: nothing here draws
 or reads a clock.
+
+Its settings are environment variables, which the engines pass on to their workers.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.placement.devices import PlaceLimits, PlacePrices, even_devices
+from moestro.cost.gpus import gpu_named
+from moestro.cost.links import link_named
+from moestro.cost.named_parts import read_network
+from moestro.errors import ConfigError
+from moestro.placement.contract import (
+    PLACE_POLICIES,
+    PlaceLimits,
+    PlacePolicy,
+    PlacePrices,
+    PlaceView,
+    even_devices,
+    place_prices,
+)
 from moestro.placement.eplb import keep_slots
-from moestro.placement.registry import PlacePolicy, PlaceView
 from moestro.placement.search.filling import PresentCopies, fill_empty
 
 Int64s = NDArray[np.int64]
@@ -226,3 +239,80 @@ def _is_second(placed: Int64s, num_ranks: int) -> NDArray[np.bool_]:
     is_same = (local[..., :, None] == local[..., None, :]) & (local != EMPTY)[..., None]
     found: NDArray[np.bool_] = np.tril(is_same, k=-1).any(axis=-1).reshape(placed.shape)
     return found
+
+
+# Suffixes of the variables, with their defaults.
+PRICE_DEFAULTS = {
+    "NETWORK": "deepseek-v3",
+    "GPU": "h100",
+    "LINK_WITHIN": "nvswitch-h100",
+    "LINK_ACROSS": "infiniband-ndr",
+}
+# The engines give copies equal parts of the tokens, so a policy that can plan with that must.
+_EQUAL_PARTS = {"moestro": "weighted=0"}
+
+
+@dataclass(frozen=True, slots=True)
+class HostVariables:
+    """Environment variables of one engine's plug-in, which share a prefix (`MOESTRO_VLLM_`).
+
+    Attributes:
+        prefix: What all names begin with.
+        values: All variables of the process.
+    """
+
+    prefix: str
+    values: Mapping[str, str]
+
+    def get(self, suffix: str, default: str = "") -> str:
+        """Return the value of a variable; an empty one counts as unset."""
+        return self.values.get(self.prefix + suffix) or default
+
+    def whole(self, suffix: str, default: int, least: int = 1) -> int:
+        """Return the value of a variable that is a whole number.
+
+        Raises:
+            ConfigError: It is none, or below `least`.
+        """
+        text = self.get(suffix, str(default))
+        if not text.isdecimal() or int(text) < least:
+            raise ConfigError(f"{self.prefix}{suffix} must be a whole number, {least} or more, got {text!r}")
+        return int(text)
+
+
+def planner_from(text: str, variables: HostVariables) -> Planner:
+    """Make the planner that the environment asks for.
+
+    Args:
+        text: Placement policy, `NAME` or `NAME:SETTING=VALUE,...`.
+        variables: The plug-in's variables; PRICE_DEFAULTS has the ones that are read.
+
+    Raises:
+        ConfigError: A variable has a value that is not known or out of range; the text names it.
+    """
+    prefix = variables.prefix
+    given = {suffix: variables.get(suffix, default) for suffix, default in PRICE_DEFAULTS.items()}
+    try:
+        policy = PLACE_POLICIES.make(policy_text(text))
+    except ConfigError as error:
+        raise ConfigError(f"{prefix}PLACEMENT={text}: {error}") from None
+    try:
+        prices = place_prices(
+            read_network(given["NETWORK"]),
+            gpu_named(given["GPU"]),
+            link_named(given["LINK_WITHIN"]),
+            link_named(given["LINK_ACROSS"]),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{prefix}NETWORK, _GPU, _LINK_WITHIN or _LINK_ACROSS: {error}") from None
+    # The engines leave no slot empty, so all ranks read equally many experts, whatever the placement.
+    return Planner(policy, replace(prices, expert_s=0.0))
+
+
+def policy_text(text: str) -> str:
+    """Add the settings that fit the engines' equal parts to a policy's name, unless `text` has them."""
+    name, _, settings = text.partition(":")
+    fitting = _EQUAL_PARTS.get(name)
+    if fitting is None or fitting.partition("=")[0] in settings:
+        return text
+    return f"{name}:{','.join(filter(None, (settings, fitting)))}"

@@ -1,14 +1,83 @@
-"""The load of experts over a rank's last steps, with exponential decay; updated in place, once a step."""
+"""The load of experts over a rank's last steps, with exponential decay, and the pairs that tokens visit in turn.
+
+The load is updated in place, once a step. Pairs of experts in consecutive layers are counted in a sample of steps and
+tokens.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.experts.source_load import SourceLoad
-from moestro.placement.pair_window import PairWindow
+from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
+from moestro.core.experts.source_load import SourceLoad, pairs_of_codes
+
+# One step in so many is sampled. A prime, so that it does not fall in with batches that repeat. bench/micro/
+# expert_window.py says what a sampled step costs.
+PAIR_INTERVAL = 61
+PAIRS_PER_EXPERT = 8  # kept for each expert and layer in the mean; the most frequent ones of all
+_MAX_CELLS = 1 << 25  # of the table of all pairs, 256 MiB; a network with more has no pairs
+
+
+class PairWindow:
+    """Counts of all pairs in one table, of which only the most frequent ones leave the process.
+
+    Args:
+        num_experts: Experts of a layer.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self._num_experts = num_experts
+        self._sums = np.zeros(0)  # [layers - 1, experts, experts], flat; made when the first choices come
+        self._weight = 0.0
+
+    def clear(self) -> None:
+        """Forget all pairs."""
+        self._sums[:] = 0.0
+        self._weight = 0.0
+
+    def scale(self, factor: float) -> None:
+        """Multiply all weights."""
+        self._sums *= factor
+        self._weight *= factor
+
+    def add(self, choices: NDArray[np.int32], num_tokens: int, gain: float) -> None:
+        """Count the pairs of a step's tokens. Arguments as in `LoadWindow.observe_choices`; `gain`: the step's weight.
+
+        A token of k experts makes k * k pairs between two layers.
+        """
+        num_layers, num_sampled, _ = choices.shape
+        num_cells = (num_layers - 1) * self._num_experts**2
+        if num_layers < 2 or num_cells > _MAX_CELLS:
+            return
+        self._weight += gain
+        if not num_sampled:
+            return
+        if not len(self._sums):
+            self._sums = np.zeros(num_cells)
+        layers = np.arange(num_layers - 1, dtype=np.int64)[:, None, None]
+        first = (layers * self._num_experts + choices[:-1]) * self._num_experts
+        codes = first[..., None] + choices[1:, :, None, :]
+        np.add.at(self._sums, codes.ravel(), gain * num_tokens / num_sampled)
+
+    def most_frequent(self, busy_share: float) -> LayerPairs | None:
+        """Return the most frequent pairs, in tokens per step. None means that no choices came.
+
+        Args:
+            busy_share: Share of steps with tokens, by weight; samples are taken of these alone.
+        """
+        if not self._weight:
+            return None
+        num_kept = PAIRS_PER_EXPERT * (len(self._sums) // self._num_experts)
+        codes = np.flatnonzero(self._sums)
+        if len(codes) > num_kept:
+            codes = np.argpartition(self._sums, len(self._sums) - num_kept)[-num_kept:]
+        return pairs_of_codes(codes, self._sums[codes] * (busy_share / self._weight), self._num_experts)
+
 
 # Steps whose counts enter the sums together: as many as make arrays of 64 KiB, within these bounds.
 _FEWEST_BUFFERED, _MOST_BUFFERED, _BUFFERED_CELLS = 16, 128, 1 << 13
@@ -145,3 +214,68 @@ class LoadWindow:
             num_steps=self.num_steps,
             pairs=self.pairs.most_frequent(self._busy_weight / weight) if with_pairs else None,
         )
+
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PairOverlap:
+    """Agreement of two profiles on the most frequent pairs of each layer.
+
+    Attributes:
+        num_compared: Pairs of each layer that are compared: one for each expert.
+        shared: float64[layers - 1], share of them that both profiles have.
+        by_chance: Share that two random choices of as many pairs would have in common.
+    """
+
+    num_compared: int
+    shared: Floats
+    by_chance: float
+
+    @property
+    def mean(self) -> float:
+        """Mean of all layers; 1 means the same pairs."""
+        return float(self.shared.mean()) if len(self.shared) else 1.0
+
+
+def pair_overlap(first: LayerPairs, second: LayerPairs, num_layers: int, num_experts: int) -> PairOverlap:
+    """Compare the `num_experts` most frequent pairs of each layer.
+
+    A profile with fewer pairs in a layer has its missing ones in common with none.
+
+    Args:
+        num_layers: Layers with experts, of both profiles.
+        num_experts: Experts of a layer.
+    """
+    shared = np.empty(max(num_layers - 1, 0))
+    for layer in range(len(shared)):
+        tops = _top(first, layer, num_experts), _top(second, layer, num_experts)
+        shared[layer] = len(np.intersect1d(tops[0], tops[1])) / num_experts
+    return PairOverlap(num_compared=num_experts, shared=shared, by_chance=1 / num_experts)
+
+
+def independent_pairs(load: ExpertLoad) -> LayerPairs:
+    """Return the pairs that would be frequent if a token's experts in two layers had nothing to do with each other.
+
+    Popular experts meet often without any affinity, so an overlap counts for as much as it exceeds that of these pairs.
+    """
+    total = load.total
+    _, num_experts = total.shape
+    columns = []
+    for layer, (here, after) in enumerate(pairwise(total)):
+        count = np.outer(here, after / max(float(after.sum()), 1e-300)).ravel()
+        best = np.argsort(-count, kind="stable")[:num_experts]
+        columns.append((np.full(len(best), layer), best // num_experts, best % num_experts, count[best]))
+    if not columns:
+        none = np.empty(0, np.int32)
+        return LayerPairs(none, none, none, np.empty(0))
+    layers, first, second, count = (np.concatenate(column) for column in zip(*columns, strict=True))
+    return LayerPairs(layers.astype(np.int32), first.astype(np.int32), second.astype(np.int32), count)
+
+
+def _top(pairs: LayerPairs, layer: int, num_experts: int) -> NDArray[np.int64]:
+    """Return the most frequent pairs of a layer as numbers; among equals, those of lower experts."""
+    here = np.flatnonzero(pairs.layer == layer)
+    codes = pairs.expert[here].astype(np.int64) * num_experts + pairs.next_expert[here]
+    return codes[np.lexsort((codes, -pairs.count[here]))[:num_experts]]

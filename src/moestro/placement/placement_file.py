@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.placement.devices import Devices
+from moestro.placement.contract import Devices
 from moestro.placement.score import PlaceScore
 
 

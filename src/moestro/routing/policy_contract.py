@@ -1,19 +1,26 @@
-"""The contract of routing policies: their view, their choice and the events that they observe."""
+"""The contract of routing policies: their view, their choice, the events that they observe, and what they require.
+
+A request has a name of its session, its user, or neither. A watch notices which sources of a policy an engine does not
+supply: never so far, no more, or again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.request import Request
+from moestro.core.load_figures import ROUTED_FIGURES
+from moestro.core.request import Request, SamplingParams
 from moestro.core.rng import Draws
-from moestro.core.views import EngineTable
+from moestro.core.views import NEVER_NS, EngineTable, Figure
 
 # Engines report at every step, vLLM's coordinator at least every 4 s, and `moestro route` reads /metrics every second.
 # So each of them has reported again within 5 s; an owner with slower reports sets `RouterSettings.fresh_ns`.
@@ -191,3 +198,166 @@ class RoutePolicy(Protocol):
     def observe(self, event: RouteEvent) -> None:
         """Update the policy's state, which changes only here."""
         ...
+
+
+NAMES = ("session_id", "user")
+_NUM_ENGINES = 2
+_BLOCK_SIZE = 16
+
+
+class _WatchedRequest:
+    """A request without session and user, which notes which of its names are read."""
+
+    def __init__(self) -> None:
+        self.read: set[str] = set()
+        self._request = Request(request_id="trial", num_prompt_tokens=1, sampling=SamplingParams(), arrival_ns=0)
+
+    def __getattr__(self, name: str) -> object:
+        if name in NAMES:
+            self.read.add(name)
+        return getattr(self._request, name)
+
+
+def names_read_by(policy: RoutePolicy) -> tuple[str, ...]:
+    """Find the names that a policy goes by, with two decisions on trial, which change nothing in it.
+
+    Args:
+        policy: a policy of any kind, also of a user's file.
+
+    Returns:
+        Those of NAMES that it reads. A policy that fails in a trial counts as one that reads none.
+    """
+    blank = EngineTable.blank(_NUM_ENGINES)
+    reported = Figure(np.zeros(_NUM_ENGINES), np.zeros(_NUM_ENGINES, np.int64))
+    figures: dict[str, Any] = dict.fromkeys(ROUTED_FIGURES, reported)
+    full = replace(blank, **figures)  # some policies look at names only with figures
+    watched = _WatchedRequest()
+    for engines in (blank, full):
+        view = RouteView(watched, engines, np.zeros(_NUM_ENGINES, np.int64), _BLOCK_SIZE, 0, 0)  # type: ignore[arg-type]
+        with contextlib.suppress(Exception):  # a user's policy may want more of a request
+            policy.decide(view, Draws(0, 0))
+    return tuple(name for name in NAMES if name in watched.read)
+
+
+def unnamed_note(title: str, policy: RoutePolicy, named: Mapping[str, NDArray[np.bool_]]) -> str | None:
+    """Say that a policy goes by names which requests lack; None if all requests have them, or it goes by none.
+
+    Args:
+        title: name of the policy for readers.
+        named: whether each request has the name, bool[n], for each of NAMES.
+    """
+    names = names_read_by(policy)
+    if not names:
+        return None
+    has_none = ~np.logical_or.reduce([named[name] for name in names])
+    if not has_none.any():
+        return None
+    how_many = "no request names" if has_none.all() else f"{has_none.mean():.0%} of the requests do not name"
+    return f"{title} goes by {' or '.join(names)}, which {how_many}: for these it decides without affinity"
+
+
+KV_EVENTS = "kv_events"
+
+
+class SourceChange(StrEnum):
+    """Changes of a source that an operator should know of."""
+
+    NEVER = "never"
+    STOPPED = "stopped"
+    AGAIN = "again"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceNews:
+    """Sources of one engine that changed in the same way.
+
+    Attributes:
+        change: the change.
+        sources: names of figures, or KV_EVENTS.
+    """
+
+    change: SourceChange
+    sources: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Watched:
+    """State of one engine.
+
+    Attributes:
+        since_ns: begin of the watch; below 0 means that it begins with the next look.
+        lacks_events_ns: time since which KV events are missing; None means that they are not.
+        missing: sources that are missing, and how.
+        had: sources that were there once.
+    """
+
+    since_ns: int
+    lacks_events_ns: int | None = None
+    missing: dict[str, SourceChange] = field(default_factory=dict)
+    had: set[str] = field(default_factory=set)
+
+
+class SourceWatch:
+    """Compares what a policy needs with what each engine reports.
+
+    Args:
+        needs: sources of the policy.
+        fresh_ns: age up to which a figure counts, ns.
+    """
+
+    def __init__(self, needs: Needs, fresh_ns: int) -> None:
+        self._figures = needs.figures
+        self._fresh_ns = fresh_ns
+        self._rows: dict[int, _Watched] = {}
+
+    def missing(self, engine: int) -> frozenset[str]:
+        """Return the sources that `engine` did not supply at the last look."""
+        row = self._rows.get(engine)
+        return frozenset() if row is None else frozenset(row.missing)
+
+    def forget(self, engine: int) -> None:
+        """Watch `engine` anew: its process was replaced, or it gets no requests."""
+        row = self._rows.get(engine)
+        if row is not None:
+            row.since_ns = -1
+
+    def remove(self, engine: int) -> None:
+        """Stop watching `engine`, whose number may name another one later."""
+        self._rows.pop(engine, None)
+
+    def look(
+        self, engine: int, table: EngineTable, now_ns: int, *, lacks_events: bool | None = None
+    ) -> list[SourceNews]:
+        """Return what has changed since the last look.
+
+        Args:
+            lacks_events: whether the KV events of the engine are missing; None means that none are expected.
+        """
+        row = self._rows.setdefault(engine, _Watched(now_ns))
+        if row.since_ns < 0:
+            row.since_ns = now_ns
+        news: dict[SourceChange, list[str]] = {}
+        for name in self._figures:
+            as_of_ns = int(getattr(table, name).as_of_ns[engine])
+            is_late = now_ns - max(as_of_ns, row.since_ns) > self._fresh_ns
+            is_there = as_of_ns != NEVER_NS and now_ns - as_of_ns <= self._fresh_ns
+            self._note(row, name, news, is_late=is_late, is_there=is_there)
+        if lacks_events is not None:
+            if not lacks_events:
+                row.lacks_events_ns = None
+            elif row.lacks_events_ns is None:
+                row.lacks_events_ns = now_ns
+            is_late = lacks_events and now_ns - max(row.lacks_events_ns or 0, row.since_ns) > self._fresh_ns
+            self._note(row, KV_EVENTS, news, is_late=is_late, is_there=not lacks_events)
+        return [SourceNews(change, tuple(names)) for change, names in news.items()]
+
+    def _note(
+        self, row: _Watched, name: str, news: dict[SourceChange, list[str]], *, is_late: bool, is_there: bool
+    ) -> None:
+        if is_there:
+            row.had.add(name)
+            if row.missing.pop(name, None) is not None:
+                news.setdefault(SourceChange.AGAIN, []).append(name)
+        elif is_late and name not in row.missing:
+            row.missing[name] = SourceChange.STOPPED if name in row.had else SourceChange.NEVER
+            news.setdefault(row.missing[name], []).append(name)

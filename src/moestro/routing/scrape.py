@@ -1,4 +1,4 @@
-"""Reads the load of an engine from its `/metrics`, for all known servers.
+"""Reads the load of an engine from its `/metrics`, for all known servers; the router reads a report when it needs it.
 
 The reader searches for lines and does not parse families: a server writes hundreds of lines, of which few are needed.
 """
@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from moestro.core.load_figures import FIGURES, FigureKind, FigureSpec, FigureUnit, LoadFigures
 
@@ -272,3 +274,24 @@ def _mean(values: list[float]) -> float:
 
 def _count(value: float | None) -> int | None:
     return None if value is None else int(value)
+
+
+class FiguresReport(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """Figures of an engine, and their time on the router's clock."""
+
+    engine: int
+    figures: LoadFigures
+    as_of_ns: int
+
+    def replaces(self, earlier: FiguresReport) -> bool:
+        """Return whether an earlier report of the same engine is superfluous: this one is no older, and lacks nothing.
+
+        An engine reports every step, so all figures are compared at once; each attribute would take as long as that.
+        """
+        if self.as_of_ns < earlier.as_of_ns:
+            return False
+        pairs = zip(msgspec.structs.astuple(self.figures), msgspec.structs.astuple(earlier.figures), strict=True)
+        for now, before in pairs:  # noqa: SIM110  # a generator takes twice as long
+            if now is None and before is not None:
+                return False
+        return True

@@ -24,38 +24,31 @@ from moestro.core.clock import NS_PER_MS
 from moestro.core.model_info import ModelInfo
 from moestro.errors import DrainingError, EngineDiedError
 from moestro.placement.live.ep_migration import EpMigration
-from moestro.placement.live.group_view import PlaceableGroup
+from moestro.placement.live.plan import PlaceableGroup
 from moestro.routing.settings import RouterSettings
-from moestro.server.admin.admin_plane import ADMIN_HOST, OperatorsPort, admin_runner
-from moestro.server.admin.expert_admin import ExpertAdmin
-from moestro.server.admin.explain_admin import ExplainAdmin
-from moestro.server.admin.live_placement import LivePlacement, open_placement
-from moestro.server.admin.worker_admin import WorkerAdmin
-from moestro.server.api.fields.request_builder import ServedModel
-from moestro.server.api.operations import ROOT_PATH
-from moestro.server.api.routes import ApiServer
-from moestro.server.api.server_info import server_info
+from moestro.server.admin import ADMIN_HOST, ExpertAdmin, ExplainAdmin, OperatorsPort, WorkerAdmin, admin_runner
+from moestro.server.api.request_builder import ServedModel
+from moestro.server.api.routes import ROOT_PATH, ApiServer, server_info
 from moestro.server.engines.engine_client import EngineClient
-from moestro.server.engines.metrics import Metrics
 from moestro.server.engines.rank_socket import RankSocket
+from moestro.server.engines.request_state import Metrics
 from moestro.server.experts.coordinator import Coordinator
-from moestro.server.experts.expert_places import async_group, lock_step_group, places_of
-from moestro.server.experts.expert_signals import ExpertSignals
-from moestro.server.experts.table_watch import ReadTable, ServedTable
-from moestro.server.figures.banner import serve_banner
-from moestro.server.figures.group_metrics import GroupLines
-from moestro.server.figures.pace_lines import PaceLines
-from moestro.server.figures.prometheus import ServerCollector, Sources
+from moestro.server.experts.expert_signals import (
+    ExpertSignals,
+    ReadTable,
+    ServedTable,
+    async_group,
+    lock_step_group,
+    places_of,
+)
+from moestro.server.experts.live_placement import LivePlacement, open_placement
+from moestro.server.figures.prometheus import GroupLines, ServerCollector, Sources
 from moestro.server.figures.recording import Recording
-from moestro.server.figures.statistics import ServerStatistics
-from moestro.server.figures.statline import StatLines
-from moestro.server.processes.launcher import PACED_WORKER, WORKER, Launcher, opened
-from moestro.server.processes.liveness import LivenessTimeouts
-from moestro.server.processes.local_launcher import LocalLauncher
-from moestro.server.processes.private_directory import private_directory
-from moestro.server.processes.start_checks import StartClock, check_start
+from moestro.server.figures.statistics import PaceLines, ServerStatistics, StatLines, serve_banner
+from moestro.server.processes.launchers import PACED_WORKER, WORKER, Launcher, LocalLauncher, now_ns, opened
+from moestro.server.processes.start_checks import StartClock, check_start, private_directory
 from moestro.server.processes.supervisor import Launching, Supervisor
-from moestro.server.processes.worker_processes import now_ns
+from moestro.server.processes.watchdog import LivenessTimeouts
 from moestro.text.chats.chat_format import chat_format
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.access.control import Access

@@ -11,8 +11,7 @@ import numpy as np
 from moestro.core.clock import FOREVER_NS
 from moestro.core.load_figures import LoadFigures
 from moestro.core.request import Request
-from moestro.routing.replication.journal import Journal, Outlet
-from moestro.routing.replication.messages import Message, OperationBatch, RouterRun, Snapshot, Want
+from moestro.routing.replication.journal import Journal, Message, OperationBatch, Outlet, RouterRun, Snapshot, Want
 from moestro.routing.replication.replica import Replica, ReplicaRules
 from moestro.routing.router import RouteDecision, Router
 

@@ -12,9 +12,8 @@ from moestro.core.order_contract import OrderPolicy
 from moestro.core.request import Request
 from moestro.core.script import Script
 from moestro.routing.policy_contract import FRESH_NS
-from moestro.routing.route_queue import QueueRules, RouteQueue
+from moestro.routing.route_queue import EngineSaturation, QueueRules, RouteQueue, SaturationRules
 from moestro.routing.router import Router
-from moestro.routing.saturation import EngineSaturation, SaturationRules
 
 LOOK_NS = 100_000_000  # `moestro route` reads figures so often while requests wait
 

@@ -18,14 +18,12 @@ from moestro.cost.popularity import PopularityForm
 from moestro.engine.registry import ORDER_POLICIES
 from moestro.engine.settings import SchedulerLimits, SchedulerPolicies, SchedulerSettings
 from moestro.errors import ConfigError
-from moestro.routing.policy_contract import RouteInputs, RoutePolicy
+from moestro.routing.policy_contract import RouteInputs, RoutePolicy, unnamed_note
 from moestro.routing.registry import ANY_INPUTS, policy_from
-from moestro.routing.request_names import unnamed_note
-from moestro.routing.route_queue import NO_QUEUE
+from moestro.routing.route_queue import NO_QUEUE, SaturationRules
 from moestro.routing.router import Router
-from moestro.routing.saturation import SaturationRules
+from moestro.routing.scoring import priced_ttft
 from moestro.routing.settings import EngineSpec, RouterSettings
-from moestro.routing.ttft import priced_ttft
 from moestro.sim.cluster import Cluster, OutsideTime, Workload
 from moestro.sim.engine import Ranks
 from moestro.sim.engine_prices import kv_token_bytes, make_prices, network_of, stage_cost

@@ -25,7 +25,7 @@ from moestro.model.experts.spread_device import open_spread_device
 from moestro.model.experts.worker_share import WorkerShare
 from moestro.model.staged.staged_device import ExpertTorchDevice
 from moestro.model.staged.staged_open import open_staged_device
-from moestro.placement.pair_window import PAIR_INTERVAL
+from moestro.placement.load_window import PAIR_INTERVAL
 from moestro.wire.messages import ExpertsPlaced, LayerMoving, LayerSettled, WakeGroup
 from moestro.worker.group_process import WorkerPart, WorkerSizes
 from moestro.worker.paced import NetworkAnswers, make_paced_rank, num_blocks_of, paced_notes

@@ -18,8 +18,7 @@ from moestro.gateway.resume.request import (
     ResumableRequest,
     resumable,
 )
-from moestro.gateway.resume.stream import ResumableStream
-from moestro.gateway.resume.tokens import ModelTraits
+from moestro.gateway.resume.stream import ModelTraits, ResumableStream
 
 ENGINE_DIED = b'event: error\ndata: {"error":{"message":"x","type":"server_error","code":"engine_error"}}\n\n'
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moestro.core.experts.expert_table import EMPTY
-from moestro.placement.live.rounds import MoveRound, SlotDrop, SlotLoad, plan_rounds
+from moestro.placement.live.async_migration import MoveRound, SlotDrop, SlotLoad, plan_rounds
 
 BOTH = np.ones(2, np.bool_)
 

@@ -10,10 +10,9 @@ import pytest
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY, ExpertTable, spread_evenly
 from moestro.errors import ConfigError
-from moestro.placement.devices import PlaceLimits, PlacePrices, even_devices
+from moestro.placement.contract import PLACE_POLICIES, PlaceLimits, PlacePrices, PlaceView, even_devices
 from moestro.placement.eplb import rebalance_experts
-from moestro.placement.policies.eplb import Eplb
-from moestro.placement.registry import PLACE_POLICIES, PlaceView
+from moestro.placement.policies.baselines import Eplb
 from moestro.placement.score import score
 
 PRICES = PlacePrices(

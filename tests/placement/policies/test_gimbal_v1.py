@@ -11,8 +11,8 @@ from support.gimbal_cases import Shape, random_pairs, random_view
 from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
 from moestro.core.experts.expert_table import EMPTY
 from moestro.errors import ConfigError
-from moestro.placement.policies.gimbal_v1 import GimbalMilpPlacement, GimbalV1Placement
-from moestro.placement.registry import PLACE_POLICIES, PlaceView
+from moestro.placement.contract import PLACE_POLICIES, PlaceView
+from moestro.placement.policies.gimbal import GimbalMilpPlacement, GimbalV1Placement
 
 
 def affine_experts(view: PlaceView, policy: GimbalV1Placement, capacity: int) -> list[set[int]]:

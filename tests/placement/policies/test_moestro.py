@@ -20,9 +20,8 @@ from support.expert_loads import (
 
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.placement.devices import Devices, even_devices
+from moestro.placement.contract import Devices, PlaceView, even_devices
 from moestro.placement.policies.moestro import MoestroPlacement
-from moestro.placement.registry import PlaceView
 from moestro.placement.score import PlaceScore, moves_between, score, share_moved
 
 NUM_LAYERS = 58

@@ -12,10 +12,9 @@ from support.expert_loads import PRICES, even_load, first_table, random_view, zi
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.errors import ConfigError
-from moestro.placement.devices import Devices, PlaceLimits, even_devices
+from moestro.placement.contract import PLACE_POLICIES, Devices, PlaceLimits, PlaceView, even_devices
 from moestro.placement.payback import live_table, payback
 from moestro.placement.policies.moestro import MoestroPlacement
-from moestro.placement.registry import PLACE_POLICIES, PlaceView
 from moestro.placement.score import moves_between, score
 
 POLICY = MoestroPlacement()

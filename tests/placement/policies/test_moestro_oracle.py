@@ -11,9 +11,8 @@ import pytest
 
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.placement.devices import Devices, PlaceLimits, PlacePrices
+from moestro.placement.contract import Devices, PlaceLimits, PlacePrices, PlaceView
 from moestro.placement.policies.moestro import MoestroPlacement
-from moestro.placement.registry import PlaceView
 from moestro.placement.score import move_s, moves_between, score
 
 NEAR_OPTIMAL = 1.02

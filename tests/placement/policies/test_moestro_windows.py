@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from support.expert_loads import LONG, drifted, even_load, first_view, zipf_shares
 
+from moestro.placement.contract import PlaceView
 from moestro.placement.policies.moestro import MoestroPlacement
-from moestro.placement.registry import PlaceView
 from moestro.placement.score import moves_between, score
 
 NUM_DEVICES = 32

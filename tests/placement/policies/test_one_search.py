@@ -14,9 +14,8 @@ from support.placement_prices import SHAPES, clustered_load, price_with_moves, r
 from support.plain_placement import plain_descent
 from support.plain_placement.flashlb import flashlb
 
-from moestro.placement.devices import PlaceLimits, even_devices
+from moestro.placement.contract import PLACE_POLICIES, PlaceLimits, PlaceView, even_devices
 from moestro.placement.kernel.choice import kernel_search
-from moestro.placement.registry import PLACE_POLICIES, PlaceView
 
 EPLB = ("eplb", "eplb:hierarchy=never")
 # Each peer's placement is a start or a candidate where problems are as small as these.

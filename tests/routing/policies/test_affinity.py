@@ -5,7 +5,7 @@ import pytest
 from support.routers import decide, request, router, table
 
 from moestro.errors import ConfigError
-from moestro.routing.policies.affinity import BoundedHash, SessionAffinity, StickyMap, UserAffinity
+from moestro.routing.policies.load import BoundedHash, SessionAffinity, StickyMap, UserAffinity
 
 SECOND = 1_000_000_000
 
@@ -48,7 +48,7 @@ def test_one_hot_key_fills_no_engine_beyond_its_bound():
 
 
 def test_no_more_keys_are_remembered_than_there_is_room_for(monkeypatch):
-    monkeypatch.setattr("moestro.routing.policies.affinity._MAX_KEYS", 3)
+    monkeypatch.setattr("moestro.routing.policies.load._MAX_KEYS", 3)
     sticky = StickyMap(SECOND)
     for at, key in enumerate(("a", "b", "c", "a", "d", "e")):
         sticky.put(key, at, 0)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from support.routers import decide, request, table
 
-from moestro.routing.policies.filtered import Aibrix, CacheAware, LlmdAffinity, LowestTtft
+from moestro.routing.policies.peers.cache_aware import Aibrix, CacheAware, LlmdAffinity, LowestTtft
 
 HUNDRED = request(num_prompt_tokens=100)
 

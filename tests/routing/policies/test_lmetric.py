@@ -10,8 +10,7 @@ from support.routers import BLOCK_SIZE, decide, request, router, table, view
 
 from moestro.core.hashing import HASH_BYTES
 from moestro.errors import ConfigError
-from moestro.routing.policies.lmetric import LMetric
-from moestro.routing.policies.peers.hotspot import HotspotDetector, HotspotSettings
+from moestro.routing.policies.lmetric import HotspotDetector, HotspotSettings, LMetric
 from moestro.routing.policy_contract import Routed
 
 SECOND = 1_000_000_000

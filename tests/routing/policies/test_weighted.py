@@ -2,7 +2,7 @@ import pytest
 from support.routers import decide, request, table
 
 from moestro.errors import ConfigError
-from moestro.routing.policies.weighted import Bailian, Dynamo
+from moestro.routing.policies.peers.cache_aware import Bailian, Dynamo
 from moestro.routing.registry import ROUTE_POLICIES
 
 HUNDRED = request(num_prompt_tokens=100)

@@ -9,14 +9,15 @@ from support.routers import router
 
 from moestro.core.hashing import HASH_BYTES
 from moestro.core.prefix_tree import PrefixTree
-from moestro.routing.replication import history
-from moestro.routing.replication.history import HistoryReader, history_parts
-from moestro.routing.replication.messages import (
+from moestro.routing.replication import journal
+from moestro.routing.replication.journal import (
     MAX_HISTORY_BLOCKS,
     MAX_MESSAGE_BYTES,
     HistoryPart,
+    HistoryReader,
     decode_message,
     encode_message,
+    history_parts,
 )
 
 
@@ -31,14 +32,14 @@ def chains(rng: random.Random, num_prompts: int) -> list[bytes]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_law_prompts_come_out_as_they_were_whatever_the_tree_does_meanwhile(seed, monkeypatch):
-    monkeypatch.setattr(history, "MAX_HISTORY_PROMPTS", 3)
+    monkeypatch.setattr(journal, "MAX_HISTORY_PROMPTS", 3)
     rng = random.Random(seed)
     tree, prompts = PrefixTree(), chains(rng, 60)
     last_runs = [tree.add(0, prompt) for prompt in prompts]
     reader = HistoryReader()
     reported: list[bytes] = []
     dropped = rng.sample(range(60), 30)
-    for part in history._parts_of("e", list(last_runs), {}):
+    for part in journal._parts_of("e", list(last_runs), {}):
         assert len(part.prompts) <= 3
         reported += reader.prompts(part)
         for prompt in chains(rng, 3):  # cuts runs

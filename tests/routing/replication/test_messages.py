@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from moestro.routing.replication.messages import (
+from moestro.routing.replication.journal import (
     MAX_BLOCKS,
     MAX_MESSAGE_BYTES,
     MAX_OPERATIONS,

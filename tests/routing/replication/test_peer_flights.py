@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.routers import request, router
 
 from moestro.core.load_figures import LoadFigures
-from moestro.routing.peer_flights import PeerRequest
+from moestro.routing.in_flight import PeerRequest
 from moestro.routing.router import Router
 
 MS = 1_000_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.routers import router
 
-from moestro.routing.replication.messages import Began, Digest, Finished, OperationBatch, RouterRun, Snapshot, Want
+from moestro.routing.replication.journal import Began, Digest, Finished, OperationBatch, RouterRun, Snapshot, Want
 from moestro.routing.replication.replica import MAX_PEERS, Replica, ReplicaRules
 from moestro.routing.router import Router
 

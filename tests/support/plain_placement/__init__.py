@@ -9,17 +9,12 @@ from support.plain_placement.layer_descent import SHARPNESSES, LayerDescent
 from support.plain_placement.starts import fresh_start, present_start
 
 from moestro.core.experts.expert_table import ExpertTable
-from moestro.placement.devices import PlaceLimits
-from moestro.placement.registry import PlaceView
-from moestro.placement.search.budget import allowance_of
-from moestro.placement.search.linear_costs import Floats, costs_of_layer, objective_s
-from moestro.placement.search.one_core import on_one_core
-from moestro.placement.search.pricing import present_packing, table_of
-from moestro.placement.search.problem import problem_of
+from moestro.placement.contract import Holders, PlaceLimits, PlaceView, origins_of, table_with
+from moestro.placement.integer_program import Floats, costs_of_layer, objective_s
+from moestro.placement.score import on_one_core
+from moestro.placement.search.problem import allowance_of, present_packing, problem_of, table_of
 from moestro.placement.search.replicas import copy_counts
 from moestro.placement.search.search import SearchLimits, improve, start_anew
-from moestro.placement.search.slots import Holders, table_with
-from moestro.placement.traffic import origins_of
 
 _MAX_SWEEPS = 2  # over all layers; further ones find no step (bench/simulator/placement_constants.py)
 # Restarts of a small layer, after which each of 240 random cases was within 1.7 % of its optimum (10 % without them).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.placement.registry import PlaceView
+from moestro.placement.contract import PlaceView
 
 RISK = 0.674  # standard deviations, the upper quartile
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from support.plain_placement.layer_steps import Ids, LayerSteps, Steps
 from support.plain_placement.smooth_maxima import slope_of_maxima, smooth_maxima
 
-from moestro.placement.devices import Devices
-from moestro.placement.search.linear_costs import COMPUTE, ROWS, WEIGHTS, Floats, LinearCosts
+from moestro.placement.contract import Devices
+from moestro.placement.integer_program import COMPUTE, ROWS, WEIGHTS, Floats, LinearCosts
 
 SHARPNESSES = (2.0, 8.0, 32.0, np.inf)  # of the maxima; each descent starts where the one before it ended
 _LEAST_GAIN = 1e-9  # of the present value; less is rounding

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.placement.registry import PlaceView
-from moestro.placement.search.slots import Holders
+from moestro.placement.contract import Holders, PlaceView
 
 
 def present_start(view: PlaceView) -> Holders:

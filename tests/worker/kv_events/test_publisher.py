@@ -13,9 +13,9 @@ from support.running import Running, complete, wait_until
 
 from moestro.config.kv_events_settings import KvEventsSettings, kv_events_from
 from moestro.errors import ConfigError
-from moestro.gateway.kv.kv_sources import KvSource
-from moestro.gateway.kv.kv_subscriber import KvSubscription
-from moestro.routing.kv.kv_events import KvFeed, KvFeedSettings
+from moestro.gateway.engines.kv_subscriber import KvSubscription
+from moestro.gateway.part_settings import KvSource
+from moestro.routing.kv_events import KvFeed, KvFeedSettings
 from moestro.web.ports.faults import LogLimit
 from moestro.wire.kv_names import NamingRules
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moestro.placement.hosted import HostLoad, HostSizes, Int64s, Planner, or_else
-from moestro.placement.hosted_settings import HostVariables, planner_from
+from moestro.placement.hosted import HostLoad, HostSizes, HostVariables, Int64s, Planner, or_else, planner_from
 from moestro_sglang.interface import ARGUMENTS, REBALANCE
 
 PREFIX = "MOESTRO_SGLANG_"

@@ -11,8 +11,17 @@ import numpy as np
 
 from moestro.cost.named_parts import read_network
 from moestro.errors import ConfigError
-from moestro.placement.hosted import HostLoad, HostSizes, Int64s, Planner, or_else, rows_with_experts
-from moestro.placement.hosted_settings import PRICE_DEFAULTS, HostVariables, planner_from
+from moestro.placement.hosted import (
+    PRICE_DEFAULTS,
+    HostLoad,
+    HostSizes,
+    HostVariables,
+    Int64s,
+    Planner,
+    or_else,
+    planner_from,
+    rows_with_experts,
+)
 from moestro_vllm.plugin import START_FILE
 from moestro_vllm.stall_alarm import StallAlarm
 

@@ -10,7 +10,7 @@ from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.source_load import merge_sources
 from moestro.errors import ConfigError
 from moestro.model.settings import ModelSettings
-from moestro.placement.pair_overlap import PairOverlap, independent_pairs, pair_overlap
+from moestro.placement.load_window import PairOverlap, independent_pairs, pair_overlap
 from moestro.placement.settings import ExpertLoadSettings
 from moestro.wire.messages import ReadExperts, load_of
 from moestro.worker.expert_collection import ExpertCollection

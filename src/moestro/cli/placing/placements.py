@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from moestro.cli.admin_port import ask_admin
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.errors import ConfigError
-from moestro.placement.devices import Devices
+from moestro.placement.contract import Devices, PlacementError, PlaceView
 from moestro.placement.placement_file import PlacementFile, table_of_contents, table_of_slots
-from moestro.placement.registry import PlacementError, PlaceView
 from moestro.placement.search.filling import PresentCopies, fill_empty
 
 Ints = NDArray[np.int32]

@@ -29,9 +29,7 @@ from moestro.cost.named_parts import link_within, read_network
 from moestro.cost.networks import NetworkShape
 from moestro.errors import ConfigError
 from moestro.files.text_files import read_text, text_of
-from moestro.placement.devices import Devices, PlacePrices, even_devices
-from moestro.placement.prices import place_prices
-from moestro.placement.registry import PlaceView
+from moestro.placement.contract import Devices, PlacePrices, PlaceView, even_devices, place_prices
 from moestro.workload.experts.expert_profile import ExpertProfile
 from moestro.workload.experts.profile_readers import ProfileReading, read_profile
 

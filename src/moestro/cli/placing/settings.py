@@ -13,8 +13,7 @@ from moestro.core.setting_checks import CheckedSettings, above, at_least, betwee
 from moestro.cost.gpus import GPUS
 from moestro.cost.links import LINKS
 from moestro.errors import ConfigError
-from moestro.placement.devices import PlaceLimits
-from moestro.placement.registry import PLACE_POLICIES
+from moestro.placement.contract import PLACE_POLICIES, PlaceLimits
 
 _READING = Parameter(group=Group.create_ordered("Profile", help="How the recorded load is read."))
 _DEVICES = Parameter(group=Group.create_ordered("Devices", help="Where experts can be, and where they are now."))

@@ -16,9 +16,9 @@ from moestro.cli.placing.question import PlaceQuestion
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.errors import ConfigError, MoestroError
+from moestro.placement.contract import PLACE_POLICIES, PlacementError, PlaceView, check_answer
 from moestro.placement.payback import Payback, live_table, payback
 from moestro.placement.placement_file import VERSION, PlacementFile, figures
-from moestro.placement.registry import PLACE_POLICIES, PlacementError, PlaceView, check_answer
 from moestro.placement.score import PlaceScore, share_moved
 from moestro.workload.experts.expert_profile import CREATED_BY
 

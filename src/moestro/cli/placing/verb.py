@@ -22,9 +22,9 @@ from moestro.cli.placing.show import (
     print_question,
 )
 from moestro.config.output_files import check_files
+from moestro.placement.contract import PLACE_POLICIES
 from moestro.placement.kernel.choice import end_search
 from moestro.placement.payback import payback
-from moestro.placement.registry import PLACE_POLICIES
 from moestro.workload.experts.expert_profile import write_profile
 from moestro.workload.progress import progress, progress_bar
 

@@ -27,8 +27,8 @@ from moestro.core.scheduling_events import (
 )
 from moestro.errors import ConfigError, MoestroError
 from moestro.files.text_files import open_utf8
-from moestro.routing.record.decision_record import decode_entry, is_entry
-from moestro.routing.record.request_trace import Attempt, EngineVisits, RequestTrace, ServerFacts
+from moestro.routing.decision_log import Attempt, EngineVisits, RequestTrace, ServerFacts
+from moestro.routing.decision_record import decode_entry, is_entry
 
 _MOST_MOVES = 8  # moves of one change that are named
 _MOST_WORKERS = 16  # columns of the table of experts

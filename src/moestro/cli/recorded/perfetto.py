@@ -9,7 +9,7 @@ import msgspec
 
 from moestro.core.scheduling_events import BatchPassed, SequenceAdmitted, SequencePreempted, SequenceQueued
 from moestro.errors import MoestroError
-from moestro.routing.record.request_trace import RequestTrace
+from moestro.routing.decision_log import RequestTrace
 
 _PROCESS = 1
 _REQUEST, _ROUTING, _EXPERTS, _FIRST_ENGINE = range(1, 5)  # Tracks, in the order in which they are shown.

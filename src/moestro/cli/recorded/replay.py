@@ -17,7 +17,7 @@ from rich.table import Table
 from moestro.engine.decision_replay import DecisionReplay, ReplayedDecision
 from moestro.errors import ConfigError
 from moestro.files.text_files import open_utf8
-from moestro.routing.record.decision_record import (
+from moestro.routing.decision_record import (
     Decision,
     Gap,
     Head,
@@ -26,10 +26,10 @@ from moestro.routing.record.decision_record import (
     Submitted,
     decode_entry,
     is_entry,
+    replay,
 )
-from moestro.routing.record.replay import replay
+from moestro.routing.policy_contract import unnamed_note
 from moestro.routing.registry import policy_from
-from moestro.routing.request_names import unnamed_note
 
 _HEAD = b'{"type":"Head"'
 

@@ -1,22 +1,29 @@
-"""Follows the lists of engines while the router runs, and counts what becomes of them."""
+"""Follows the lists of engines while the router runs: a file, and names in DNS each of whose addresses is an engine."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moestro.core.hosts import in_address
 from moestro.errors import ConfigError
-from moestro.gateway.discovery.entries import EngineEntry
+from moestro.gateway.discovery.lists import MAX_FILE_BYTES, EngineEntry, parse_file, selected
+from moestro.gateway.settings import EngineUrl
+from moestro.web.ports.tls import WatchedFiles
 
 logger = logging.getLogger(__name__)
+
 
 _TICK_S = 0.5
 _AGAIN_S = 1.0
@@ -178,3 +185,148 @@ class _Follower:
             logger.warning("%s: %s%s", self.source.what, fault, kept)
         elif before and not fault:
             logger.info("%s can be read again: %d engines", self.source.what, len(self.entries))
+
+
+_LOOK_S = 0.5
+
+
+class EngineFile:
+    """EngineSource that follows a file.
+
+    A change counts when it is complete (`WatchedFiles`), so that a list that is being written in place is not taken for
+    a short one. A missing file, before the first list, means that there are no engines yet.
+
+    Args:
+        labels: Labels of the lines that count.
+    """
+
+    name = "file"
+
+    def __init__(self, path: Path, labels: Mapping[str, str]) -> None:
+        self._path = path
+        self._labels = labels
+        self._key_files: tuple[Path, ...] = ()
+        self.what = f"--engine-file {path}"
+
+    def read(self) -> Sequence[EngineEntry]:
+        """Return the engines of the file.
+
+        Raises:
+            ConfigError: The file cannot be read, or is no list of engines.
+        """
+        try:
+            with self._path.open("rb") as file:
+                text = file.read(MAX_FILE_BYTES + 1)
+        except OSError as error:
+            raise ConfigError(error.strerror or str(error)) from None
+        if len(text) > MAX_FILE_BYTES:
+            raise ConfigError(f"it has more than {MAX_FILE_BYTES} bytes")
+        found = parse_file(text, self._path.parent)
+        self._key_files = found.key_files
+        return selected(found.entries, self._labels)
+
+    def check(self) -> None:
+        """Read the file at the start, when a wrong one is an error. It may also appear later.
+
+        Raises:
+            ConfigError: The file is no list of engines.
+        """
+        if not self._path.exists():
+            return
+        try:
+            self.read()
+        except ConfigError as error:
+            raise ConfigError(f"{self.what}: {error}") from None
+
+    async def follow(self, listener: ListListener) -> None:
+        """Implement `EngineSource.follow`."""
+        while True:
+            paths = (self._path, *self._key_files)
+            watched = WatchedFiles(paths)
+            await self._report(listener)
+            if paths != (self._path, *self._key_files):
+                continue  # The list names other keys now: read it once more, with them watched.
+            while not watched.are_to_be_read():  # noqa: ASYNC110 - no event tells of a change on every file system
+                await asyncio.sleep(_LOOK_S)
+
+    async def _report(self, listener: ListListener) -> None:
+        try:
+            entries = await asyncio.to_thread(self.read)  # YAML takes a second for a few thousand engines.
+        except ConfigError as error:
+            listener.report(None, str(error))
+        else:
+            listener.report(entries)
+
+
+_MAX_ADDRESSES = 256  # Of one name.
+_LOOKUP_S = 10.0
+
+
+class DnsNames:
+    """EngineSource that looks names up at an interval.
+
+    A failed lookup leaves the last addresses of its name in place: health checks find out which of them are dead.
+
+    Args:
+        texts: Values of `--engine-dns`.
+        resolve: Returns the addresses of a host and a port; OSError if there are none.
+
+    Raises:
+        ConfigError: A value is no URL with a host and a port.
+    """
+
+    name = "dns"
+
+    def __init__(
+        self, texts: Sequence[str], interval_s: float, resolve: Callable[[str, int], Awaitable[list[str]]] | None = None
+    ) -> None:
+        self._urls = [_parse(text) for text in texts]
+        self._interval_s = interval_s
+        self._resolve = resolve or _addresses
+        self._found: dict[EngineUrl, list[EngineEntry]] = {}
+        self.what = f"--engine-dns {' '.join(texts)}"
+
+    async def follow(self, listener: ListListener) -> None:
+        """Implement `EngineSource.follow`."""
+        while True:
+            faults = await asyncio.gather(*(self._look_up(url) for url in self._urls))
+            entries: dict[str, EngineEntry] = {}
+            for found in self._found.values():
+                for entry in found:
+                    entries.setdefault(entry.name, entry)
+            listed = sorted(entries.values(), key=lambda entry: entry.name)
+            listener.report(None if all(faults) else listed, "; ".join(fault for fault in faults if fault))
+            await asyncio.sleep(self._interval_s)
+
+    async def _look_up(self, url: EngineUrl) -> str:
+        """Take in the addresses of a name. Returns the fault, empty if there is none."""
+        try:
+            async with asyncio.timeout(_LOOKUP_S):
+                found = await self._resolve(url.host, url.port)
+        except TimeoutError:
+            return f"{url.host}: no answer within {_LOOKUP_S:g} s"
+        except OSError as error:
+            return f"{url.host}: {error.strerror or error}"
+        hosts = sorted(set(found))
+        if len(hosts) > _MAX_ADDRESSES:
+            return f"{url.host}: it has {len(hosts)} addresses, and {_MAX_ADDRESSES} is the most"
+        self._found[url] = [_entry(url, host) for host in hosts]
+        return ""
+
+
+async def _addresses(host: str, port: int) -> list[str]:
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
+
+
+def _parse(text: str) -> EngineUrl:
+    name, separator, _ = text.partition("=")
+    if separator and "/" not in name:
+        raise ConfigError(f"--engine-dns {text}: give http://NAME:PORT alone, because each address is named by itself")
+    return EngineUrl.parse(text, "--engine-dns")
+
+
+def _entry(url: EngineUrl, host: str) -> EngineEntry:
+    scheme = "https" if url.is_tls else "http"
+    address = EngineUrl.parse(f"{scheme}://{in_address(host)}:{url.port}{url.path}", "--engine-dns")
+    return EngineEntry(url=replace(address, traits=url.traits), server_name=url.host if url.is_tls else "")

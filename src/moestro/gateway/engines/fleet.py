@@ -1,11 +1,16 @@
-"""The engines behind the router: their addresses, health and counts, and their place in the rotation."""
+"""The engines behind the router: their addresses, models, health and counts, and their place in the rotation.
+
+The counters are plain numbers that the hot path updates; `figures.py` exposes them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
+import re
 import secrets
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -18,18 +23,217 @@ from moestro.errors import ConfigError, NoEngineError
 from moestro.gateway.clients.http_headers import EngineHead, Incoming
 from moestro.gateway.clients.paths import GENERATE_PATH
 from moestro.gateway.clients.request_body import with_fields
-from moestro.gateway.engines.models import Models
-from moestro.gateway.engines.traits import ANY_TRAITS, NO_GROUP, EngineTraits
 from moestro.gateway.engines.upstream import Pool
-from moestro.gateway.metrics import EngineCounts
-from moestro.routing.health.breaker import BreakerState
-from moestro.routing.health.engine_health import Condition, Health, HealthRules
-from moestro.routing.health.silence import Silence
+from moestro.gateway.part_settings import ANY_TRAITS, NO_GROUP, EngineTraits
+from moestro.routing.health import BreakerState, Condition, Health, HealthRules, Silence
 from moestro.routing.router import RouteDecision, Router
 from moestro.routing.scrape import EngineTotals
 from moestro.routing.settings import ANY_ENGINE, EngineSpec
+from moestro.web.errors import Refusals
+from moestro.web.prometheus import Histogram
 
 logger = logging.getLogger(__name__)
+
+
+_NONE: frozenset[int] = frozenset()
+_MAX_MODELS = 10_000  # limit per engine; further entries are ignored
+
+
+class _Listed(msgspec.Struct):
+    data: list[msgspec.Raw]
+
+
+class _Id(msgspec.Struct):
+    id: str
+
+
+class _ContextField(msgspec.Struct):
+    max_model_len: int | None = None
+
+
+class Models:
+    """The model cards of `/v1/models` by engine, as the engines wrote them."""
+
+    def __init__(self) -> None:
+        self._cards: dict[int, dict[str, bytes]] = {}
+        self._resting: dict[int, dict[str, bytes]] = {}  # Of engines that no list has.
+        self._excluded: dict[str, frozenset[int]] = {}
+
+    def learn(self, row: int, body: bytes) -> None:
+        """Store an engine's model list. A malformed list is ignored."""
+        try:
+            raws = msgspec.json.decode(body, type=_Listed).data[:_MAX_MODELS]
+            cards = {msgspec.json.decode(raw, type=_Id).id: bytes(raw) for raw in raws}
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return
+        if row in self._resting:
+            self._resting[row] = cards
+        elif cards != self._cards.get(row):
+            self._cards[row] = cards
+            self._index()
+
+    def declare(self, row: int, name: str) -> None:
+        """Store the operator's word for an engine's model, until the engine lists its models."""
+        self.learn(row, b'{"data":[%b]}' % msgspec.json.encode({"id": name, "object": "model"}))
+
+    def forget(self, row: int) -> None:
+        """Drop the models of a removed engine."""
+        self._resting.pop(row, None)
+        if self._cards.pop(row, None) is not None:
+            self._index()
+
+    def rest(self, row: int) -> None:
+        """Leave out the models of an engine that gets no requests, until `wake`."""
+        self._resting[row] = self._cards.pop(row, {})
+        self._index()
+
+    def wake(self, row: int) -> None:
+        """Count the models of a resting engine again."""
+        if (cards := self._resting.pop(row, None)) is not None:
+            self._cards[row] = cards
+            self._index()
+
+    def excluded(self, model: str | None) -> frozenset[int]:
+        """Return the rows known not to serve `model`. The set is empty for a model that no engine lists."""
+        return self._excluded.get(model, _NONE) if model is not None else _NONE
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all engines serve the same models, as far as known."""
+        return not self._excluded
+
+    def names_of(self, row: int) -> tuple[str, ...]:
+        """Return the names of the models that one engine serves."""
+        return tuple(self._cards.get(row, {}))
+
+    def listed(self) -> bytes:
+        """Return the body of `GET /v1/models`, with each name once."""
+        cards = self._merged()
+        return b'{"object":"list","data":[%b]}' % b",".join(cards[name] for name in sorted(cards))
+
+    def card(self, name: str) -> bytes | None:
+        """Return the body of `GET /v1/models/NAME`, or None for an unknown model."""
+        return self._merged().get(name)
+
+    def context_of(self, name: str | None) -> int | None:
+        """Return the tokens of the longest sequence of a model; None if its engines differ or do not report it.
+
+        Args:
+            name: Name of the model; None means all models.
+        """
+        cards = [card for each in self._cards.values() for known, card in each.items() if name in (None, known)]
+        lengths = {_length_of(card) for card in cards}
+        return lengths.pop() if len(lengths) == 1 else None
+
+    def _merged(self) -> dict[str, bytes]:
+        merged: dict[str, bytes] = {}
+        for cards in self._cards.values():
+            merged = cards | merged
+        return merged
+
+    def _index(self) -> None:
+        names = {name for cards in self._cards.values() for name in cards}
+        lacking = {name: frozenset(row for row, cards in self._cards.items() if name not in cards) for name in names}
+        self._excluded = {name: rows for name, rows in lacking.items() if rows}
+
+
+def _length_of(card: bytes) -> int | None:
+    try:
+        return msgspec.json.decode(card, type=_ContextField).max_model_len
+    except msgspec.ValidationError:
+        return None
+
+
+_DECISION_S = (2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
+_FIRST_BYTE_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(160.0, 640.0),
+)
+_USAGE = re.compile(
+    rb'"(prompt_tokens|completion_tokens|cached_tokens|host_cached_tokens|input_tokens|output_tokens'
+    rb'|cache_(?:creation|read)_input_tokens)"'
+    rb"\s*:\s*(\d{1,15})"
+)
+
+
+class EngineCounts:
+    """Cumulative counts of one engine since the router started.
+
+    Attributes:
+        statuses: number of responses by HTTP status.
+        first_byte_s: time from a request's arrival to the first byte of its response body, seconds.
+        num_predicted_tokens, num_hit_tokens, num_prompt_tokens: predicted cached, actually cached, and all prompt
+            tokens of requests whose responses report usage. The prediction is the predicted share times the reported
+            prompt tokens.
+        num_host_hit_tokens: those of `num_hit_tokens` that engines copied from host memory.
+        num_loops: number of requests that came back to this router.
+        num_transitions: number of changes of the engine's condition.
+    """
+
+    __slots__ = (
+        "first_byte_s", "num_broken", "num_decisions", "num_hit_tokens", "num_host_hit_tokens", "num_left", "num_loops",
+        "num_predicted_tokens", "num_prompt_tokens", "num_retried_away", "num_transitions", "num_unreachable",
+        "statuses",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.statuses: Counter[int] = Counter()
+        self.first_byte_s = Histogram(_FIRST_BYTE_S)
+        self.num_decisions = 0
+        self.num_predicted_tokens = 0.0
+        self.num_hit_tokens = self.num_host_hit_tokens = 0
+        self.num_prompt_tokens = 0
+        self.num_retried_away = 0
+        self.num_unreachable = 0
+        self.num_broken = 0
+        self.num_left = 0
+        self.num_loops = 0
+        self.num_transitions = 0
+
+
+class Counts:
+    """Cumulative counts of all engines together.
+
+    Attributes:
+        decision_s: duration of each decision, seconds.
+        refusals: number of refused requests by error code.
+        retries: number of retries by cause.
+        resumed: number of streams that went on elsewhere, by cause.
+        not_resumable: number of streams that could not, by the field of the request or another cause.
+    """
+
+    def __init__(self) -> None:
+        self.decision_s = Histogram(_DECISION_S)
+        self.refusals = Refusals()
+        self.retries: Counter[str] = Counter()
+        self.resumed: Counter[str] = Counter()
+        self.not_resumable: Counter[str] = Counter()
+        self.num_retries_denied = 0
+        self.num_requests = 0
+
+
+def usage_in(tail: bytes | bytearray) -> dict[bytes, int]:
+    """Return the token counts in the last bytes of a response, plain or streamed; empty if it reports none.
+
+    JSON escapes quotation marks inside of strings, so generated text cannot imitate a count.
+    """
+    at = tail.rfind(b'"usage"')
+    found = {name: int(count) for name, count in _USAGE.findall(tail, at)} if at >= 0 else {}
+    return _in_words_of_chats(found) if b"output_tokens" in found else found
+
+
+def _in_words_of_chats(found: dict[bytes, int]) -> dict[bytes, int]:
+    """Return the counts of a response or a message. A message's input tokens exclude those of its cache."""
+    usage = {b"completion_tokens": found[b"output_tokens"]}
+    if b"input_tokens" in found:
+        cached = found.get(b"cache_read_input_tokens", 0)
+        usage[b"prompt_tokens"] = found[b"input_tokens"] + cached + found.get(b"cache_creation_input_tokens", 0)
+        if b"cache_read_input_tokens" in found or b"cached_tokens" in found:
+            usage[b"cached_tokens"] = found.get(b"cached_tokens", cached)
+        if b"host_cached_tokens" in found:
+            usage[b"host_cached_tokens"] = found[b"host_cached_tokens"]
+    return usage
+
 
 _IN_ROTATION = frozenset({Condition.UP, Condition.PROBING, Condition.SUSPECTED})
 _OLD_RANK_FIELDS: tuple[str, ...] = ("data_parallel_rank",)  # SGLang's older name of `routed_dp_rank`

@@ -1,23 +1,31 @@
-"""Health checks: background tasks that watch each address and its engines while the router runs."""
+"""Health of engines: what an answer says about its engine, and tasks that watch each address while the router runs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import msgspec
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from moestro.core.load_figures import LoadFigures
-from moestro.gateway.clients.http_headers import LOOP_STATUS, AnswerHead, Incoming, RequestHead
+from moestro.core.request import Request
+from moestro.gateway.clients.http_headers import LOOP_HEADER, LOOP_STATUS, AnswerHead, Incoming, Named, RequestHead
 from moestro.gateway.engines.fleet import EngineAddress, Fleet, RoutedEngine
 from moestro.gateway.engines.upstream import EngineConnection
-from moestro.routing.health.engine_health import Condition
+from moestro.routing.health import Condition, Origin
+from moestro.routing.policy_contract import KV_EVENTS, SourceChange, SourceNews, SourceWatch
+from moestro.routing.router import RouteDecision
 from moestro.routing.scrape import MAX_BYTES, MAX_RANKS, ScrapedLoad, scrape, scrape_ranks
+
+logger = logging.getLogger(__name__)
 
 
 class NoAnswerError(Exception):
@@ -94,8 +102,6 @@ async def _ask_on(connection: EngineConnection, address: EngineAddress, path: st
         if not sink.is_done:  # a complete answer has returned the connection to the pool
             connection.close()
 
-
-logger = logging.getLogger(__name__)
 
 MODELS_EVERY_S = 10.0
 _MAX_MODELS_BYTES = 4 << 20
@@ -429,3 +435,226 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+_LOOK_S = 1.0
+
+HasEvents = Callable[[RoutedEngine], bool]  # whether an engine has a publisher of KV events
+
+
+class SourceReports(Collector):
+    """Says once which sources an engine does not supply, and once that they are back.
+
+    Args:
+        fleet: engines, and the router whose policy needs the sources.
+        policy: name of the policy, for log lines.
+        fresh_ns: age up to which a figure counts, ns.
+        has_events: whether an engine has a publisher of KV events.
+    """
+
+    def __init__(self, fleet: Fleet, policy: str, fresh_ns: int, has_events: HasEvents) -> None:
+        self._fleet = fleet
+        self._policy = policy
+        self._needs = fleet.router.needs
+        self._has_events = has_events
+        self._fresh_ns = fresh_ns
+        self._watch = SourceWatch(self._needs, fresh_ns)
+        self._lacking: dict[int, set[str]] = {}  # by engine, figures that others have; each is logged once
+
+    async def __call__(self, engine: RoutedEngine) -> None:
+        """Watch one engine until cancelled."""
+        try:
+            while True:
+                self.look(engine, time.monotonic_ns())
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            self._watch.remove(engine.row)
+            self._lacking.pop(engine.row, None)
+
+    def look(self, engine: RoutedEngine, now_ns: int) -> None:
+        """Compare the sources of `engine` with the last look, and log what changed."""
+        router = self._fleet.router
+        if not router.is_routable(engine.row):
+            self._watch.forget(engine.row)  # its health is reported elsewhere
+            return
+        lacks_events = router.lacks_kv_events(engine.row) if self._expects_events(engine) else None
+        for news in self._watch.look(engine.row, router.table, now_ns, lacks_events=lacks_events):
+            self._log(engine, news)
+        self._log_lacking(engine, now_ns)
+
+    def _log_lacking(self, engine: RoutedEngine, now_ns: int) -> None:
+        """Log once the missing figures that other engines have, because no engine is compared by them."""
+        missing = self._watch.missing(engine.row)
+        known = self._lacking.get(engine.row, set()) & missing
+        others = [each.row for each in self._fleet if each is not engine and self._fleet.router.is_routable(each.row)]
+        table, added = self._fleet.router.table, []
+        for figure in self._needs.figures:
+            if figure in missing and figure not in known:
+                is_fresh = getattr(table, figure).known(now_ns, self._fresh_ns)
+                if any(is_fresh[row] for row in others):
+                    added.append(figure)
+        self._lacking[engine.row] = known.union(added)
+        if added:
+            logger.warning(
+                "engine %s does not report %s, which other engines do; route policy %s compares no engine by %s and"
+                " uses %s",
+                engine.name, ", ".join(added), self._policy, "it" if len(added) == 1 else "them",
+                self._replacement(added),
+            )  # fmt: skip
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield a gauge for each engine and each source that the policy needs."""
+        family = GaugeMetricFamily(
+            "moestro:route_source_missing",
+            "1 while the engine does not supply a source that the route policy reads.",
+            labels=("engine", "source"),
+        )
+        for engine in self._fleet:
+            missing = self._watch.missing(engine.row)
+            for source in (*self._needs.figures, *((KV_EVENTS,) if self._expects_events(engine) else ())):
+                family.add_metric((engine.name, source), source in missing)
+        yield family
+
+    def _expects_events(self, engine: RoutedEngine) -> bool:
+        return self._needs.hits and self._has_events(engine)
+
+    def _log(self, engine: RoutedEngine, news: SourceNews) -> None:
+        named = ", ".join(news.sources)
+        if news.change is SourceChange.AGAIN:
+            logger.info("engine %s reports %s again", engine.name, named)
+            return
+        is_required = not set(news.sources).isdisjoint(self._needs.required)
+        is_serious = is_required or news.change is SourceChange.STOPPED or KV_EVENTS in news.sources
+        how = "no longer reports" if news.change is SourceChange.STOPPED else "does not report"
+        logger.log(
+            logging.WARNING if is_serious else logging.INFO,
+            "engine %s %s %s; route policy %s uses %s",
+            engine.name, how, named, self._policy, self._replacement(news.sources),
+        )  # fmt: skip
+
+    def _replacement(self, sources: Collection[str]) -> str:
+        """Describe what the policy does without the missing sources."""
+        parts = []
+        if set(sources) - {KV_EVENTS, *self._needs.required}:
+            parts.append(self._needs.otherwise or "nothing in their place")
+        if not set(sources).isdisjoint(self._needs.required):
+            parts.append("nothing in place of what it requires, and decides by load or in turn")
+        if KV_EVENTS in sources:
+            parts.append("a prediction of its cache from the prompts that it got")
+        return "; ".join(parts)
+
+
+FIRST_ERROR = 400
+_RATE_LIMITED = 429  # Concerns the client (RFC 6585).
+_OVERLOADED = frozenset({503, 529})  # 529 comes from Dynamo and Anthropic.
+_FAILED = frozenset({500, 502, 504})
+# First event of a stream that has failed before its first token, in OpenAI's or Anthropic's form.
+_ERROR_EVENT = re.compile(rb'\s*(?:event: ?error\r?\n)?data: ?\{"(?:error"|(?:type|object)": ?"error")')
+_ERROR_OF_REQUEST = re.compile(rb'"code": ?4\d\d\b')  # Such an event stands for a 4xx.
+_DIGEST_BYTES = 4096  # Bytes at each end of a body by which bodies differ; a failure must not hash 32 MiB.
+
+_TAIL_BYTES = 4096  # Kept end of an answer, which contains its usage.
+_MAX_TAIL_BYTES = 4 * _TAIL_BYTES  # The tail is cut only beyond this size, not at every piece.
+_LAST_BYTES = 256  # Longest end of a stream in which the last event is looked for.
+# Many clients close the connection after this event, of OpenAI's or of Anthropic's API.
+_LAST_EVENT = re.compile(rb'(?:data: \[DONE\]|data: ?\{"type": ?"message_stop"[^\n]*)\s*\Z')
+
+Originator = Callable[[], Origin]  # Names the client and the body of a request, only when a failure counts.
+
+
+class AnswerTail(bytearray):
+    """The last bytes of an answer."""
+
+    def add(self, data: bytes) -> None:
+        """Append a piece, and drop what is too old to contain the usage."""
+        if len(self) > _MAX_TAIL_BYTES:
+            del self[:-_TAIL_BYTES]
+        self += data
+
+    @property
+    def has_last_event(self) -> bool:
+        """Whether a stream has sent its last event, and lacks only its last chunk."""
+        return _LAST_EVENT.search(self, max(0, len(self) - _LAST_BYTES)) is not None
+
+
+def origin_of(client: Hashable, body: bytes) -> Origin:
+    """Return the client and the digest of a body, by which failures of one request are known as one."""
+    return Origin(client, hash((len(body), body[:_DIGEST_BYTES], body[-_DIGEST_BYTES:])))
+
+
+def blame(fleet: Fleet, engine: RoutedEngine, origin: Origin, sent_ns: int, now_ns: int) -> None:
+    """Count a failure that may be the engine's or the request's own."""
+    engine.health.breaker.failed(origin, sent_ns, now_ns)
+    fleet.look(engine, now_ns)
+
+
+def judge_status(
+    fleet: Fleet, engine: RoutedEngine, head: tuple[int, Named], originator: Originator, sent_ns: int, now_ns: int
+) -> bool:
+    """Count a failure status, and return whether the engine leads back to this router.
+
+    Args:
+        head: Status and headers of the answer.
+        sent_ns: Time at which the request was sent.
+    """
+    status, named = head
+    if status == LOOP_STATUS and named.get(LOOP_HEADER) == fleet.pseudonym:
+        fleet.looped(engine, now_ns)
+        return True
+    if status in _FAILED:
+        blame(fleet, engine, originator(), sent_ns, now_ns)
+    elif status in _OVERLOADED or status == _RATE_LIMITED:
+        is_overloaded = status in _OVERLOADED
+        client = originator().client
+        engine.health.refused(client, _retry_after_ns(named), now_ns, is_overloaded=is_overloaded)
+        fleet.look(engine, now_ns)
+    return False
+
+
+def begins_with_error(data: bytes) -> bool:
+    """Return whether the first bytes of an event stream are an error, although its status is 200."""
+    return _ERROR_EVENT.match(data) is not None
+
+
+def judge_error_event(
+    fleet: Fleet, engine: RoutedEngine, data: bytes, originator: Originator, sent_ns: int, now_ns: int
+) -> None:
+    """Count a stream that begins with an error, unless the error stands for a 4xx."""
+    if not _ERROR_OF_REQUEST.search(data):
+        blame(fleet, engine, originator(), sent_ns, now_ns)
+
+
+def judge_success(fleet: Fleet, engine: RoutedEngine, sent_ns: int, now_ns: int) -> None:
+    """Count an answer that begins well."""
+    engine.health.succeeded(sent_ns, now_ns)
+    if engine.condition is not Condition.UP:
+        fleet.look(engine, now_ns)
+
+
+def count_hits(engine: RoutedEngine, request: Request, decision: RouteDecision, usage: dict[bytes, int]) -> None:
+    """Count the prompt tokens of an answer, and those that were predicted and reported as cached."""
+    num_prompt_tokens = usage.get(b"prompt_tokens", 0)
+    if not num_prompt_tokens:
+        return
+    counts = engine.counts
+    counts.num_prompt_tokens += num_prompt_tokens
+    counts.num_hit_tokens += usage.get(b"cached_tokens", 0)
+    counts.num_host_hit_tokens += usage.get(b"host_cached_tokens", 0)
+    share = min(1.0, decision.hit_tokens / request.num_prompt_tokens)
+    counts.num_predicted_tokens += share * num_prompt_tokens
+
+
+def cached_shares(usage: dict[bytes, int]) -> tuple[float | None, float | None]:
+    """Return the part of the prompt that the engine had cached, and that it copied from host memory; None: unknown."""
+    num_prompt_tokens = usage.get(b"prompt_tokens", 0)
+    num_cached, num_copied = usage.get(b"cached_tokens"), usage.get(b"host_cached_tokens")
+    if not num_prompt_tokens or num_cached is None:
+        return None, None
+    share = min(num_cached / num_prompt_tokens, 1.0)
+    return share, None if num_copied is None else min(num_copied / num_prompt_tokens, share)
+
+
+def _retry_after_ns(named: Named) -> int | None:
+    """Return the delay in `Retry-After`; None if it is absent or a date."""
+    value = named.get(b"retry-after", b"")
+    return int(value) * 1_000_000_000 if value.isdigit() and len(value) <= 6 else None

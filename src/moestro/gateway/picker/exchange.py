@@ -11,15 +11,9 @@ from typing import Any, cast
 
 from moestro.core.request import Request
 from moestro.errors import RequestError
-from moestro.gateway.admission import Admission
 from moestro.gateway.clients.http_headers import Incoming, RequestHead, header_text
-from moestro.gateway.engines.fleet import RouteBounds, RoutedEngine
-from moestro.gateway.exchange import ExchangeContext
-from moestro.gateway.metrics import usage_in
-from moestro.gateway.picker import messages
-from moestro.gateway.picker.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
-from moestro.gateway.tracing import RequestSpans
-from moestro.gateway.verdicts import (
+from moestro.gateway.engines.fleet import RouteBounds, RoutedEngine, usage_in
+from moestro.gateway.engines.health_checks import (
     FIRST_ERROR,
     AnswerTail,
     begins_with_error,
@@ -30,7 +24,12 @@ from moestro.gateway.verdicts import (
     judge_success,
     origin_of,
 )
-from moestro.routing.health.evidence import Origin
+from moestro.gateway.exchange import ExchangeContext
+from moestro.gateway.picker import messages
+from moestro.gateway.picker.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
+from moestro.gateway.proxy import Admission
+from moestro.gateway.tracing import RequestSpans
+from moestro.routing.health import Origin
 from moestro.routing.router import RouteDecision
 from moestro.web.bodies import BodyHold, BodyMemory
 from moestro.web.errors import AuthenticationError, GenerationError, InternalError, too_large

@@ -9,7 +9,6 @@ from google.protobuf.struct_pb2 import Struct, Value
 
 from moestro.errors import RequestError
 from moestro.gateway.clients.http_headers import Headers, RequestHead, fault_of, size_of
-from moestro.gateway.clients.own_answers import OwnAnswer
 from moestro.gateway.picker.ext_proc_pb2 import (
     BodyMutation,
     BodyResponse,
@@ -28,6 +27,7 @@ from moestro.gateway.picker.ext_proc_pb2 import (
     StreamedBodyResponse,
     TrailersResponse,
 )
+from moestro.gateway.proxy import OwnAnswer
 from moestro.web.errors import HttpError, error_body
 from moestro.web.ports.heads import MAX_HEAD_BYTES, MAX_HEADERS, head_too_large
 

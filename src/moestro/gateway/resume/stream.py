@@ -1,15 +1,108 @@
-"""Resumable stream: reads the events of one answer from several engines, and writes one stream for its client."""
+"""Resumable streams: read the events of one answer from several engines, and write one stream for its client.
+
+A detokenizer sends text only up to a whole character, and one token may end within a character. The router has no
+tokenizer, so it continues an answer only behind a chunk after which the engine holds no text back:
+
+1. The chunk has text without a replacement character, and
+2. it has one token, or its last token is known to end with a whole character.
+"""
 
 from __future__ import annotations
 
 import re
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import msgspec
 
-from moestro.gateway.resume.request import COMPLETION_PATH, ResumableRequest
-from moestro.gateway.resume.tokens import AnswerTokens, ModelTraits
+from moestro.gateway.clients.http_headers import Incoming, RequestHead
+from moestro.gateway.resume.request import COMPLETION_PATH, ResumableRequest, resumable
+
+_UNFINISHED = "\ufffd"  # A decoder's replacement for bytes that are no character.
+_MAX_WHOLE = 1 << 18  # Token ids kept of one model.
+
+
+@dataclass(slots=True)
+class ModelTraits:
+    """What the streams of one model have shown.
+
+    Attributes:
+        parses_reasoning: Whether engines have sent reasoning apart from content, so that their chats are no raw text.
+        whole: Ids of tokens that end with a whole character.
+    """
+
+    parses_reasoning: bool = False
+    whole: set[int] = field(default_factory=set)
+
+    def learn_whole(self, token_id: int) -> None:
+        """Keep a token that ends with a whole character."""
+        if len(self.whole) < _MAX_WHOLE:
+            self.whole.add(token_id)
+
+
+class AnswerTokens:
+    """Tokens of one answer, from all of its engines.
+
+    Attributes:
+        prompt_ids: Tokens of the prompt; None until an engine has sent them.
+        ids: Tokens of the answer that have arrived.
+        num_safe: Number of those behind which the answer can be continued.
+        num_before: Number of those of earlier engines.
+    """
+
+    __slots__ = ("_traits", "ids", "num_before", "num_safe", "prompt_ids")
+
+    def __init__(self, traits: ModelTraits) -> None:
+        self._traits = traits
+        self.prompt_ids: Sequence[int] | None = None
+        self.ids = array("q")
+        self.num_safe = self.num_before = 0
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether the engine has sent all text of all tokens."""
+        return self.num_safe == len(self.ids)
+
+    def take(self, new_ids: Sequence[int], text: str, *, is_last: bool) -> None:
+        """Add the tokens of a chunk with its text."""
+        was_safe = self.is_safe
+        self.ids.extend(new_ids)
+        if is_last:
+            self.num_safe = len(self.ids)
+        elif text and new_ids and _UNFINISHED not in text:
+            is_single = len(new_ids) == 1
+            if is_single and was_safe:
+                self._traits.learn_whole(new_ids[0])
+            if is_single or new_ids[-1] in self._traits.whole:
+                self.num_safe = len(self.ids)
+
+    def cut(self) -> None:
+        """Drop the tokens that are not continued; another engine generates them anew."""
+        del self.ids[self.num_safe :]
+        self.num_before = self.num_safe
+
+    def add_up(self, usage: dict[str, Any]) -> None:
+        """Turn the usage of a continuation into that of the whole answer, in place."""
+        num_prompt = len(self.prompt_ids or ())
+        if not self.num_before or not num_prompt:
+            return
+        usage |= self._counts(self.num_before + int(usage.get("completion_tokens") or 0))
+        details = usage.get("prompt_tokens_details")
+        if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
+            details["cached_tokens"] = min(details["cached_tokens"], num_prompt)
+
+    def usage(self) -> dict[str, int]:
+        """Return the usage of the whole answer so far."""
+        return self._counts(len(self.ids))
+
+    def _counts(self, num_tokens: int) -> dict[str, int]:
+        num_prompt = len(self.prompt_ids or ())
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_tokens, "total_tokens": num_prompt + num_tokens}
+
 
 # Strings in JSON have no bare quotation mark, so generated text cannot contain these.
 _IDS = re.compile(rb'("(?:prompt_)?token_ids": ?)\[[-0-9, ]*\]')
@@ -444,3 +537,46 @@ class ResumableStream:
         if self._source is _AnswerSource.FIRST:
             return self._in_form(event)
         return self._chunks.closing(added_up(msgspec.json.decode(data), self._tokens))
+
+
+_MAX_MODELS = 64  # Of which traits are kept, the latest ones.
+
+
+class Resumption:
+    """Makes resumable streams of requests.
+
+    Args:
+        context_of: Returns the longest sequence of a model, tokens; None means unknown.
+    """
+
+    def __init__(self, context_of: Callable[[str | None], int | None]) -> None:
+        self._context_of = context_of
+        self._traits: OrderedDict[str | None, ModelTraits] = OrderedDict()
+
+    def request_for(self, incoming: Incoming) -> ResumableRequest | str | None:
+        """Return the request in resumable form, or the obstacle to that; None for a request without a stream."""
+        if b"content-encoding" in incoming.head.named:
+            return "packed body"
+        found = resumable(incoming.head.path, incoming.body, self._context_of)
+        if not isinstance(found, ResumableRequest):
+            return found
+        traits = self._traits.get(found.model)
+        return "reasoning parser" if found.is_chat and traits is not None and traits.parses_reasoning else found
+
+    def stream_of(self, request: ResumableRequest) -> ResumableStream:
+        """Return the stream of a request's answer."""
+        traits = self._traits.get(request.model)
+        if traits is None:
+            traits = self._traits[request.model] = ModelTraits()
+            if len(self._traits) > _MAX_MODELS:
+                self._traits.popitem(last=False)
+        self._traits.move_to_end(request.model)
+        return ResumableStream(request, traits)
+
+
+def continued(incoming: Incoming, continuation: Continuation) -> Incoming:
+    """Return the request that continues the answer to `incoming`, with its headers."""
+    head = incoming.head
+    if continuation.path != head.path:
+        head = RequestHead(head.method, continuation.path.encode(), head.headers, head.named)
+    return replace(incoming, head=head, body=continuation.body)

@@ -15,9 +15,8 @@ from moestro.core.experts.expert_table import EMPTY
 from moestro.native.compiler import PLACEMENT_KERNEL, PLAIN
 from moestro.native.functions import DOUBLE, INT, POINTER, load_functions
 from moestro.native.library_search import LibrarySearch
-from moestro.placement.search.copies import Packing, QueuedCopies
-from moestro.placement.search.problem import Experts, PlaceProblem, StepPrices
-from moestro.placement.traffic import Floats
+from moestro.placement.contract import Floats
+from moestro.placement.search.problem import Experts, Packing, PlaceProblem, QueuedCopies, StepPrices
 
 
 class _Problem(ctypes.Structure):

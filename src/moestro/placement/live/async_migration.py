@@ -6,11 +6,14 @@
     release   the given-up slots are empty, and the next round may use them
 
 A layer takes one round if its empty slots suffice, else several. A failure before the commit leaves the former table.
+
+Moves of one layer are made in rounds: each loads experts into empty slots, then gives slots up.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -18,11 +21,244 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.table_message import ExpertLayers
 from moestro.core.worker_names import Worker
-from moestro.placement.live.group_table import GroupTable, any_of, held_by
-from moestro.placement.live.migration import MigrationProgress
-from moestro.placement.live.rounds import MoveRound, plan_rounds
+from moestro.placement.live.ep_migration import MigrationProgress
 from moestro.wire.messages import ExpertsPrepared, PrepareExperts, ToRank
+
+Int32s = NDArray[np.int32]
+
+
+class SlotLoad(NamedTuple):
+    """An expert that a worker loads into an empty slot."""
+
+    worker: int
+    slot: int
+    expert: int
+
+
+class SlotDrop(NamedTuple):
+    """A slot that a worker gives up, and the expert in it."""
+
+    worker: int
+    slot: int
+    expert: int
+
+
+class MoveRound(NamedTuple):
+    """What one commit changes.
+
+    Attributes:
+        loads: Experts that are there before the commit.
+        drops: Slots that are empty once the tokens of the former table have left.
+    """
+
+    loads: list[SlotLoad]
+    drops: list[SlotDrop]
+
+
+def plan_rounds(slots: Int32s, target: Int32s, takes: NDArray[np.bool_]) -> list[MoveRound]:
+    """Plan the moves from one placement of a layer to another one.
+
+    Args:
+        slots: int32[workers, slots], logical expert in each slot; EMPTY means none.
+        target: int32[workers, slots], the same for the goal. The order within a worker has no meaning.
+        takes: bool[workers], which workers run; the slots of the others stay as they are.
+
+    Returns:
+        The rounds in order; none if the placements are alike.
+
+    Raises:
+        ValueError: An expert would have no copy on a worker that runs, or no slot is free.
+    """
+    layer = _Layer(slots, target, takes)
+    layer.check()
+    rounds = []
+    while not layer.is_done:
+        before, loads = layer.copy_slots(), layer.loads()
+        drops = layer.drops() or ([] if loads else layer.make_room(loads))
+        rounds.append(MoveRound(loads, drops))
+        assert before != layer.slots, "a round changes nothing"
+    return rounds
+
+
+class _Layer:
+    """Slots of a layer while its moves are planned.
+
+    Attributes:
+        slots: Experts in the slots of each worker.
+        wanted: Experts that each worker is to have.
+    """
+
+    def __init__(self, slots: Int32s, target: Int32s, takes: NDArray[np.bool_]) -> None:
+        self.slots: list[list[int]] = slots.tolist()
+        self.wanted = [set(row) - {EMPTY} for row in np.where(takes[:, None], target, slots).tolist()]
+        self._workers: list[int] = takes.nonzero()[0].tolist()
+
+    def copy_slots(self) -> list[list[int]]:
+        return [list(row) for row in self.slots]
+
+    def check(self) -> None:
+        """Raise ValueError if the goal lacks an expert that runs now."""
+        for worker in self._workers:
+            for expert in self._held(worker):
+                if not any(expert in self.wanted[other] for other in self._workers):
+                    raise ValueError(f"expert {expert} would have no copy on a worker that runs")
+
+    @property
+    def is_done(self) -> bool:
+        return all(self._held(worker) == self.wanted[worker] for worker in self._workers)
+
+    def _held(self, worker: int) -> set[int]:
+        return set(self.slots[worker]) - {EMPTY}
+
+    def _pending(self, worker: int) -> list[int]:
+        """Experts that a worker lacks."""
+        return sorted(self.wanted[worker] - self._held(worker))
+
+    def _movers(self, worker: int) -> list[int]:
+        """Those of them that stand only where they are to leave, in slots that others may need."""
+        return [expert for expert in self._pending(worker) if self._is_mover(expert)]
+
+    def _is_mover(self, expert: int) -> bool:
+        return not any(expert in self.wanted[worker] for worker in self._holders(expert))
+
+    def _holders(self, expert: int) -> list[int]:
+        return [worker for worker in self._workers if expert in self.slots[worker]]
+
+    def loads(self) -> list[SlotLoad]:
+        """Fill empty slots: experts that have to move, and further copies only once none has to. Returns the loads."""
+        pending = [(worker, self._movers(worker)) for worker in self._workers]
+        found = [each for worker, experts in pending for each in self._load(worker, experts)]
+        if not any(self._movers(worker) for worker in self._workers):
+            pending = [(worker, self._pending(worker)) for worker in self._workers]
+            found += [each for worker, experts in pending for each in self._load(worker, experts)]
+        return found
+
+    def _load(self, worker: int, experts: list[int]) -> list[SlotLoad]:
+        empty = [slot for slot, expert in enumerate(self.slots[worker]) if expert == EMPTY]
+        loads = [SlotLoad(worker, slot, expert) for slot, expert in zip(empty, experts, strict=False)]
+        for _, slot, expert in loads:
+            self.slots[worker][slot] = expert
+        return loads
+
+    def drops(self) -> list[SlotDrop]:
+        """Give up copies that are not wanted, except the last one of an expert."""
+        found = []
+        for expert in sorted({each for worker in self._workers for each in self._held(worker)}):
+            holders = self._holders(expert)
+            unwanted = [worker for worker in holders if expert not in self.wanted[worker]]
+            if len(unwanted) == len(holders):  # One stays, where no other expert needs its slot.
+                unwanted.remove(next((each for each in unwanted if not self._movers(each)), unwanted[0]))
+            found += [self._drop(worker, expert) for worker in unwanted]
+        return found
+
+    def _drop(self, worker: int, expert: int) -> SlotDrop:
+        slot = self.slots[worker].index(expert)
+        self.slots[worker][slot] = EMPTY
+        return SlotDrop(worker, slot, expert)
+
+    def make_room(self, loads: list[SlotLoad]) -> list[SlotDrop]:
+        """Free a slot, when all workers that lack a moving expert are full and hold last copies.
+
+        An expert that is to leave goes to an empty slot elsewhere for a while; `loads` gets this detour. Without such a
+        slot, a copy that is wanted is given up for a while, because the expert has another one.
+
+        Raises:
+            ValueError: There is neither.
+        """
+        full = next(worker for worker in self._workers if self._movers(worker))
+        for other in self._workers:
+            if EMPTY in self.slots[other]:
+                leaving = min(self._held(full) - self.wanted[full])
+                loads += self._load(other, [leaving])
+                return self.drops()
+        for worker in self._workers:
+            for expert in sorted(self._held(worker)):
+                if len(self._holders(expert)) > 1:
+                    return [self._drop(worker, expert)]
+        raise ValueError("no slot is free to move experts through: give --num-redundant-experts")
+
+
+Bools = NDArray[np.bool_]
+
+
+class GroupTable:
+    """Slots of all places of a group, in the layers that have experts.
+
+    Args:
+        experts: Layers of the network that have experts.
+        slots: int32[places, slots], slots with which each place starts, the same in every layer; EMPTY means none.
+        first: First place that can have experts; all later ones can.
+        num_filled: Experts of a layer that an added worker gets.
+
+    Attributes:
+        experts, first: As given.
+        logical_of: int32[places, layers, slots], logical expert in each slot; EMPTY means none. A worker that restarts
+            loads these.
+    """
+
+    def __init__(self, experts: ExpertLayers, slots: Int32s, *, first: int, num_filled: int) -> None:
+        self.experts, self.first = experts, first
+        self._num_filled = num_filled
+        self.logical_of: Int32s = np.repeat(slots[:, None], len(experts.layers), axis=1)
+
+    def held(self) -> Bools:
+        """bool[places, layers, experts], which experts each worker holds."""
+        return held_by(self.logical_of, self.experts.num_experts)
+
+    def used(self, takes: Bools, is_draining: Bools) -> Int32s:
+        """int32[places, layers, slots], the experts whose tokens each worker gets; EMPTY means none.
+
+        A worker gets the tokens of what it holds, or, while it may not run, of what no other one holds that takes any.
+
+        Args:
+            takes: bool[places], whether the worker runs and may get tokens.
+            is_draining: bool[places], whether it gets none, whatever it holds.
+        """
+        is_covered = any_of(self.held()[takes])
+        layer = np.arange(len(is_covered))[None, :, None]
+        is_alone = ~is_covered[layer, self.logical_of] & ~is_draining[:, None, None]
+        return np.where(takes[:, None, None] | is_alone, self.logical_of, EMPTY)
+
+    def alone(self, worker: int, others: Iterable[int]) -> tuple[int, int] | None:
+        """(layer of the network, expert) that a worker holds and none of `others` does. None means no such expert."""
+        held = self.held()
+        is_alone = held[worker] & ~any_of(held[list(others)])
+        if not is_alone.any():
+            return None
+        layer, expert = np.argwhere(is_alone)[0].tolist()
+        return self.experts.layers[layer], expert
+
+    def fill(self, worker: int, others: Iterable[int]) -> None:
+        """Give an added worker as many experts as one has at the start: those with the fewest copies at `others`."""
+        copies = self.held()[list(others)].sum(axis=0)
+        num = self._num_filled
+        self.clear(worker)
+        fewest = copies.argsort(axis=1, kind="stable")[:, :num]
+        self.logical_of[worker, :, :num] = np.sort(fewest, axis=1)
+
+    def clear(self, worker: int) -> None:
+        """Empty the slots of a worker that is gone."""
+        self.logical_of[worker] = EMPTY
+
+
+def held_by(logical_of: Int32s, num_experts: int) -> Bools:
+    """Compute which experts each worker holds, bool[workers, layers, experts].
+
+    Args:
+        logical_of: int32[workers, layers, slots], logical expert in each slot; EMPTY means none.
+    """
+    held = np.zeros((*logical_of.shape[:2], num_experts), np.bool_)
+    worker, layer, slot = np.nonzero(logical_of != EMPTY)
+    held[worker, layer, logical_of[worker, layer, slot]] = True
+    return held
+
+
+def any_of(held: Bools) -> Bools:
+    """bool[layers, experts], which experts any of the workers of `held` has."""
+    found: Bools = np.logical_or.reduce(held, axis=0)
+    return found
 
 
 class MovingGroup(Protocol):

@@ -9,20 +9,39 @@ from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.errors import ConfigError
+from moestro.placement.contract import PLACE_POLICIES, Floats, PlaceView, origins_of
 from moestro.placement.payback import live_table
-from moestro.placement.registry import PLACE_POLICIES, PlaceView
-from moestro.placement.search.budget import Allowance, LayerOffers, allowance_of, layers_that_pay
+from moestro.placement.score import on_one_core
 from moestro.placement.search.by_price import WORTH, PriceSearch, eplb_starts, pack_tokens, thinned
-from moestro.placement.search.copies import Packing, in_old_slots
-from moestro.placement.search.one_core import on_one_core
-from moestro.placement.search.pricing import LayerPrices, Pricer, present_packing, table_of
-from moestro.placement.search.problem import TINY, Experts, PlaceProblem, problem_of
-from moestro.placement.search.replicas import copy_counts
-from moestro.placement.search.restoring import recover, restore
-from moestro.placement.search.search import SHARE_STEPS, SearchLimits, is_level, pack_anew, prepare, settle, start_anew
-from moestro.placement.search.sharing import share_out
-from moestro.placement.search.small import SmallSearch, is_small
-from moestro.placement.traffic import Floats, origins_of
+from moestro.placement.search.filling import recover, restore
+from moestro.placement.search.problem import (
+    TINY,
+    Allowance,
+    Experts,
+    LayerOffers,
+    LayerPrices,
+    Packing,
+    PlaceProblem,
+    Pricer,
+    allowance_of,
+    in_old_slots,
+    layers_that_pay,
+    present_packing,
+    problem_of,
+    table_of,
+)
+from moestro.placement.search.replicas import copy_counts, share_out
+from moestro.placement.search.search import (
+    SHARE_STEPS,
+    SearchLimits,
+    SmallSearch,
+    is_level,
+    is_small,
+    pack_anew,
+    prepare,
+    settle,
+    start_anew,
+)
 
 # After a death, service comes before the last percent: fewer copies move, and the next change levels the rest.
 URGENT_TARGET = 0.97

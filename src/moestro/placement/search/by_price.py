@@ -8,18 +8,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import EMPTY
+from moestro.placement.contract import Floats, PlaceView, TokenOrigins
 from moestro.placement.eplb import rebalance_experts
 from moestro.placement.kernel.choice import search_kernel
-from moestro.placement.registry import PlaceView
-from moestro.placement.search.activation import idle_parts
-from moestro.placement.search.copies import Packing, even_shares, held_by, live_counts, packing_of
+from moestro.placement.score import idle_parts
 from moestro.placement.search.packing import pack
-from moestro.placement.search.pricing import LayerPrices, Pricer
-from moestro.placement.search.problem import TINY, Experts, PlaceProblem, StepPrices
-from moestro.placement.search.replicas import copy_counts, copy_work
-from moestro.placement.search.sharing import share_out
-from moestro.placement.search.small import is_small
-from moestro.placement.traffic import Floats, TokenOrigins
+from moestro.placement.search.problem import (
+    TINY,
+    Experts,
+    LayerPrices,
+    Packing,
+    PlaceProblem,
+    Pricer,
+    StepPrices,
+    even_shares,
+    held_by,
+    live_counts,
+    packing_of,
+)
+from moestro.placement.search.replicas import copy_counts, copy_work, share_out
+from moestro.placement.search.search import is_small
 
 MOST_STEPS = 64  # of a layer
 LEAST_GAIN = 1e-6  # of a layer's seconds; less is rounding

@@ -1,18 +1,21 @@
-"""A placement view as arrays for the search: live devices only, layers as a batch, all prices in seconds per step."""
+"""A placement view as arrays for the search: copies in slots, limits on what moves, and prices by the traffic model.
+
+There are live devices only, layers are a batch, and all prices are in seconds per step. The search changes copies in
+place.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.experts.expert_table import EMPTY
+from moestro.core.experts.expert_load import ExpertLoad
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.core.experts.near_experts import OTHER_NODE
-from moestro.placement.devices import Devices, PlacePrices
-from moestro.placement.registry import PlaceView
-from moestro.placement.search.activation import idle_parts
-from moestro.placement.traffic import Floats, TokenOrigins
+from moestro.placement.contract import Devices, Floats, PlaceLimits, PlacePrices, PlaceView, TokenOrigins
+from moestro.placement.score import idle_parts, score_slots
 
 Experts = NDArray[np.int64]
 # Ways of rows are left out of the search if all experts at their nearest place saved less than this part of the work.
@@ -204,3 +207,357 @@ def _hedged(total: Floats, variance: Floats, risk: float) -> Floats:
     """
     hedged: Floats = total + risk * np.sqrt(np.maximum(variance - total, 0.0))
     return hedged
+
+
+@dataclass(slots=True, eq=False)
+class Packing:
+    """Copies in slots, changed in place by exchanges.
+
+    Attributes:
+        expert: int64[batches, devices, slots].
+        share: float64[batches, devices, slots].
+        work: float64[batches, devices, slots], seconds of each copy at speed 1.
+        held: bool[batches, experts + 1, devices], who holds what.
+    """
+
+    expert: Experts
+    share: Floats
+    work: Floats
+    held: NDArray[np.bool_] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        # Flat views change these arrays, and the compiled kernel takes their addresses.
+        self.expert, self.share = np.ascontiguousarray(self.expert), np.ascontiguousarray(self.share)
+        self.work, self.held = np.ascontiguousarray(self.work), np.ascontiguousarray(self.held)
+
+    def of_layers(self, layers: NDArray[np.integer]) -> Packing:
+        """Return a copy of some batches."""
+        return Packing(self.expert[layers], self.share[layers], self.work[layers], self.held[layers])
+
+    def put(self, layers: NDArray[np.integer], other: Packing) -> None:
+        """Replace some batches."""
+        self.expert[layers], self.share[layers] = other.expert, other.share
+        self.work[layers], self.held[layers] = other.work, other.held
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QueuedCopies:
+    """Copies in the order in which they are placed.
+
+    Attributes:
+        items: int64[batches, copies], the expert of each; EMPTY pads.
+        item_work: float64[batches, copies], seconds at speed 1.
+        stay_s: float64[batches, copies], load that a device may have more to keep what it holds.
+        far_s: float64[batches, experts + 1, devices], load that a copy may cost more where it is near, or None.
+        adds: bool[batches, joined copies], of the first copies, whether each should take a device without any.
+        joining_s: float64[batches, joined copies], load that a device of the other kind counts more.
+        load: float64[batches, devices], loads at the beginning; changed.
+    """
+
+    items: Experts
+    item_work: Floats
+    stay_s: Floats
+    far_s: Floats | None
+    adds: NDArray[np.bool_]
+    joining_s: Floats
+    load: Floats
+
+
+def packing_of(problem: PlaceProblem, expert: Experts, share: Floats) -> Packing:
+    """Return the state that exchanges change."""
+    return Packing(expert, share, problem.work(expert, share), held_by(expert, problem.shape[1]))
+
+
+def live_counts(expert: Experts, num_experts: int) -> Experts:
+    """Return int64[batches, experts], copies of each expert."""
+    num_batches = len(expert)
+    index = np.arange(num_batches)[:, None, None] * num_experts + expert
+    counts = np.bincount(index[expert != EMPTY], minlength=num_batches * num_experts)
+    return counts.reshape(num_batches, num_experts)
+
+
+def even_shares(expert: Experts, num_experts: int) -> Floats:
+    """Return float64[batches, devices, slots], equal parts for all copies of an expert; 0 for EMPTY."""
+    counts = np.maximum(live_counts(expert, num_experts), 1)
+    share: Floats = np.where(expert == EMPTY, 0.0, 1.0 / counts[np.arange(len(expert))[:, None, None], expert])
+    return share
+
+
+def held_by(expert: Experts, num_experts: int) -> NDArray[np.bool_]:
+    """Return bool[batches, experts + 1, devices], who holds what; the last expert is EMPTY, which is never held."""
+    num_batches, num_devices, _ = expert.shape
+    held = np.zeros((num_batches, num_experts + 1, num_devices), np.bool_)
+    batch, device, slot = np.nonzero(expert != EMPTY)
+    held[batch, expert[batch, device, slot], device] = True
+    return held
+
+
+def normal_shares(expert: Experts, share: Floats, num_experts: int) -> Floats:
+    """Scale shares so that those of each expert sum to 1; copies that have none at all become equal."""
+    batch = np.arange(len(expert))[:, None, None]
+    index = np.where(expert == EMPTY, 0, batch * num_experts + expert)
+    share = np.where(expert == EMPTY, 0.0, share)
+    totals = np.bincount(index.ravel(), share.ravel(), len(expert) * num_experts)[index]
+    scaled: Floats = share / np.where(totals > 0, totals, 1.0)
+    if (totals > 0).all():
+        return scaled
+    return np.where(totals > 0, scaled, even_shares(expert, num_experts))
+
+
+def in_old_slots(packing: Packing, old: Experts) -> Packing:
+    """Order the slots of each device so that an expert which it held stays in its slot.
+
+    Args:
+        old: int64[batches, devices, slots], experts before.
+    """
+    expert = packing.expert
+    num_batches, num_devices, num_slots = expert.shape
+    num_experts = packing.held.shape[1]  # EMPTY is the last one
+    base = np.arange(num_batches * num_devices).reshape(num_batches, num_devices, 1)
+    at = np.zeros(num_batches * num_devices * num_experts, np.int16)
+    at[base * num_experts + old % num_experts] = np.arange(1, num_slots + 1)  # 0 stands for not held
+    at[num_experts - 1 :: num_experts] = 0
+    slot = at.take(base * num_experts + expert % num_experts).astype(np.int64) - 1
+    is_kept, is_taken = slot >= 0, np.zeros(expert.shape, np.bool_)
+    to = (base * num_slots + slot)[is_kept]
+    is_taken.reshape(-1)[to] = True
+    source = np.empty(
+        expert.shape, np.int64
+    )  # slot from which each slot is filled: what is new takes free slots in order
+    source.reshape(-1)[to] = np.nonzero(is_kept)[2]
+    source[~is_taken] = np.nonzero(~is_kept)[2]
+    flat = base * num_slots + source
+    share, work = packing.share.reshape(-1).take(flat), packing.work.reshape(-1).take(flat)
+    return Packing(expert.reshape(-1).take(flat), share, work, packing.held)
+
+
+@dataclass(slots=True, eq=False)
+class Allowance:
+    """Copies that may still be received.
+
+    Attributes:
+        total: Copies of all devices; infinite without a limit.
+        each: float64[devices], copies of each device.
+    """
+
+    total: float
+    each: Floats
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is any limit."""
+        return bool(np.isfinite(self.total) or np.isfinite(self.each).any())
+
+    def admit(self, gain: Floats, devices: Experts, receives: Experts) -> NDArray[np.bool_]:
+        """Admit exchanges, those with the largest gain per received copy first, and count what they receive.
+
+        Args:
+            gain: float64[exchanges], seconds per step.
+            devices: int64[exchanges, 2], the two devices of each exchange.
+            receives: int64[exchanges, 2], copies that each of them receives; negative where it gives back one that it
+                had received.
+        """
+        order = np.argsort(-gain / np.maximum(receives.sum(axis=1), 1e-3), kind="stable")
+        taken = np.zeros(len(gain), np.bool_)
+        while len(order):
+            due = np.zeros((len(order), len(self.each)))
+            rows = np.arange(len(order))
+            for side in range(2):
+                due[rows, devices[order, side]] += np.maximum(receives[order, side], 0)
+            running = due.cumsum(axis=0)
+            fits = (running.sum(axis=1) <= self.total) & (running <= self.each).all(axis=1)
+            num_first = len(order) if fits.all() else int(fits.argmin())
+            first = order[:num_first]
+            taken[first] = True
+            for side in range(2):
+                np.subtract.at(self.each, devices[first, side], receives[first, side])
+            self.total -= float(receives[first].sum())
+            # The exchange that did not fit is left out; later ones of other devices may fit.
+            order = order[num_first + 1 :]
+            order = order[(receives[order] <= 0).all(axis=1) | self._may_fit(devices[order], receives[order])]
+        return taken
+
+    def _may_fit(self, devices: Experts, receives: Experts) -> NDArray[np.bool_]:
+        due = np.maximum(receives, 0)
+        fits: NDArray[np.bool_] = np.less_equal(due, self.each[devices]).all(axis=1) & (due.sum(axis=1) <= self.total)
+        return fits
+
+
+def allowance_of(limits: PlaceLimits, expert_bytes: int, num_devices: int) -> Allowance:
+    """Return what the limits allow before anything moved."""
+    total = np.inf if limits.max_bytes is None else float(limits.max_bytes // max(expert_bytes, 1))
+    each = np.inf if limits.max_receives is None else float(limits.max_receives)
+    return Allowance(total, np.full(num_devices, each))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerOffers:
+    """What changing each layer would save and cost.
+
+    Attributes:
+        saved_s: float64[layers], seconds per step.
+        receives: int64[layers, devices], copies that each device would receive.
+        receive_s: float64[layers, devices], seconds of these copies.
+    """
+
+    saved_s: Floats
+    receives: Experts
+    receive_s: Floats
+
+    def with_layers(self, layers: NDArray[np.bool_], other: LayerOffers) -> LayerOffers:
+        """Return these offers with some layers of others."""
+        column = layers[:, None]
+        return LayerOffers(
+            np.where(layers, other.saved_s, self.saved_s),
+            np.where(column, other.receives, self.receives),
+            np.where(column, other.receive_s, self.receive_s),
+        )
+
+
+def layers_that_pay(
+    offers: LayerOffers, allowance: Allowance, max_layers: int | None, horizon_steps: float, hysteresis: float
+) -> tuple[NDArray[np.intp], float]:
+    """Choose the layers to change, those that save the most per received copy first.
+
+    Args:
+        allowance: Copies that devices may receive.
+        max_layers: Layers that may change. None means no limit.
+        horizon_steps: Steps in which the savings must exceed the seconds of the move.
+        hysteresis: Part by which they must exceed them.
+
+    Returns:
+        The layers, and the seconds that they gain over the horizon, net of the move; none and 0 if nothing pays.
+    """
+    num_received = offers.receives.sum(axis=1)
+    order = np.argsort(-offers.saved_s / np.maximum(num_received, 1e-3), kind="stable")
+    left = order[offers.saved_s[order] > 0]
+    chosen, received = np.zeros(0, np.intp), np.zeros(len(allowance.each))
+    while len(left) and (max_layers is None or len(chosen) < max_layers):
+        running = received + offers.receives[left].cumsum(axis=0)
+        fits = (running.sum(axis=1) <= allowance.total) & (running <= allowance.each).all(axis=1)
+        num_first = len(left) if fits.all() else int(fits.argmin())
+        chosen = np.append(chosen, left[:num_first])
+        received = received + offers.receives[left[:num_first]].sum(axis=0)
+        # The layer that did not fit is left out; later ones may fit.
+        left = left[num_first + 1 :]
+    chosen = chosen[:max_layers]
+    busiest_s = offers.receive_s[chosen].cumsum(axis=0).max(axis=1, initial=0.0)
+    net = horizon_steps * offers.saved_s[chosen].cumsum() - (1 + hysteresis) * busiest_s
+    if not len(net) or net.max() <= 0:
+        return chosen[:0], 0.0
+    best = int(net.argmax())
+    return chosen[: best + 1], float(net[best])
+
+
+SAME_SHARE = 1e-9  # shares that differ by less are equal
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerPrices:
+    """What placements of one layer each cost.
+
+    Attributes:
+        compute_s: float64[placements], seconds per step of the slowest device.
+        exchange_s: float64[placements], seconds per step in which the busiest device receives rows.
+        receives: int64[placements, devices], copies that each live device receives.
+        receive_s: float64[placements, devices], seconds of these copies.
+    """
+
+    compute_s: Floats
+    exchange_s: Floats
+    receives: Experts
+    receive_s: Floats
+
+    @property
+    def step_s(self) -> Floats:
+        """float64[placements], seconds per step."""
+        return self.compute_s + self.exchange_s
+
+    def with_layers(self, layers: NDArray[np.intp], other: LayerPrices) -> LayerPrices:
+        """Return the same with those of `other`, which are of these layers alone."""
+        changed = []
+        for name in ("compute_s", "exchange_s", "receives", "receive_s"):
+            figures = getattr(self, name).copy()
+            figures[layers] = getattr(other, name)
+            changed.append(figures)
+        return LayerPrices(*changed)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pricer:
+    """Prices placements for one view.
+
+    Attributes:
+        view, problem: What is placed.
+        origin: Sums of the view's load.
+        in_node: bool[live devices, layers, experts], whether a live device of the same node holds the expert.
+    """
+
+    view: PlaceView
+    problem: PlaceProblem
+    origin: TokenOrigins
+    in_node: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, view: PlaceView, problem: PlaceProblem, origin: TokenOrigins) -> Pricer:
+        """Make the pricer of a view."""
+        live = np.flatnonzero(view.devices.is_alive)
+        nodes, node_at = np.unique(view.devices.node_of[live], return_inverse=True)
+        in_node = np.zeros((len(nodes), *problem.shape[:2]), np.bool_)
+        device, layer, slot = np.nonzero(view.table.logical_of[live] != EMPTY)
+        in_node[node_at[device], layer, view.table.logical_of[live[device], layer, slot]] = True
+        return cls(view, problem, origin, in_node[node_at])
+
+    def price(self, packing: Packing, layers: NDArray[np.intp] | None = None) -> LayerPrices:
+        """Price placements.
+
+        Args:
+            packing: Placements, a layer each.
+            layers: int64[placements], the layer that each of them places; None means all layers in order.
+        """
+        view, load, origin = self.view, self.view.load, self.origin
+        if layers is None:
+            layers = np.arange(self.problem.shape[0])
+        else:
+            load = ExpertLoad(load.tokens[:, layers], load.variance[layers], load.activated[layers], load.num_steps)
+            origin = origin.of_layers(layers)
+        found = score_slots(load, _slots_of(view, packing), view.devices, view.prices, origin)
+        num_devices = self.problem.shape[2]
+        every = np.arange(num_devices)[:, None]
+        row, device, slot = np.nonzero(self.problem.moved[layers[:, None, None], packing.expert, every])
+        is_near = self.in_node[device, layers[row], packing.expert[row, device, slot]]
+        _, node_s, far_s = (view.prices.expert_bytes / each for each in view.prices.move_bytes_per_s)
+        index, shape = row * num_devices + device, (len(layers), num_devices)
+        receives = np.bincount(index, minlength=shape[0] * shape[1]).reshape(shape)
+        seconds = np.where(is_near, node_s, far_s)
+        receive_s = np.bincount(index, seconds, shape[0] * shape[1]).astype(float).reshape(shape)
+        return LayerPrices(found.compute_s, found.exchange_s, receives, receive_s)
+
+
+def present_packing(view: PlaceView, problem: PlaceProblem) -> Packing:
+    """Return the present placement on the live devices."""
+    live = np.flatnonzero(view.devices.is_alive)
+    num_experts = problem.shape[1]
+    expert = view.table.logical_of[live].swapaxes(0, 1).astype(np.int64)
+    expert[~np.broadcast_to(problem.room, expert.shape)] = EMPTY
+    if view.table.shares is None:
+        return packing_of(problem, expert, even_shares(expert, num_experts))
+    share = normal_shares(expert, view.table.shares[live].swapaxes(0, 1), num_experts)
+    return packing_of(problem, expert, share)
+
+
+def table_of(view: PlaceView, packing: Packing) -> ExpertTable:
+    """Return placements as a table with a layer each, and without shares where all copies have equal ones."""
+    logical_of, parts = _slots_of(view, packing)
+    is_even = np.abs(packing.share - even_shares(packing.expert, view.table.num_experts)).max(initial=0.0) <= SAME_SHARE
+    shares = None if is_even else parts
+    return ExpertTable(view.table.version + 1, logical_of, view.table.num_experts, view.devices.is_alive.copy(), shares)
+
+
+def _slots_of(view: PlaceView, packing: Packing) -> tuple[NDArray[np.int32], Floats]:
+    """Return int32[devices, layers, slots] and float64 of the same shape, experts and shares, EMPTY on dead devices."""
+    live = view.devices.is_alive
+    shape = (len(live), len(packing.expert), packing.expert.shape[2])
+    logical_of, parts = np.full(shape, EMPTY, np.int32), np.zeros(shape)
+    logical_of[live], parts[live] = packing.expert.swapaxes(0, 1), packing.share.swapaxes(0, 1)
+    return logical_of, parts

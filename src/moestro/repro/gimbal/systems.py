@@ -21,10 +21,9 @@ from moestro.cost.networks import NetworkShape
 from moestro.cost.popularity import PopularityForm
 from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
 from moestro.engine.settings import SchedulerSettings
-from moestro.placement.devices import PlaceLimits, even_devices
-from moestro.placement.live.loop import CHECK_NS
-from moestro.placement.live_settings import LivePlacementSettings
-from moestro.placement.prices import place_prices
+from moestro.placement.contract import PlaceLimits, even_devices, place_prices
+from moestro.placement.live.control import CHECK_NS
+from moestro.placement.settings import LivePlacementSettings
 from moestro.sim.groups.baselines import LOCK_STEP, slowed
 from moestro.sim.groups.live_placement import (
     UNBOUNDED_BYTES,

@@ -53,11 +53,9 @@ from moestro.repro.testbed import (
     signals_of,
     sustained_rate,
 )
-from moestro.routing.indicators import batch_size, hit_ratio, num_tokens, p_tokens
 from moestro.routing.policy_contract import Needs, RouteInputs, RoutePolicy
 from moestro.routing.registry import policy_from
-from moestro.routing.scoring import Scored
-from moestro.routing.ttft import priced_ttft
+from moestro.routing.scoring import Scored, batch_size, hit_ratio, num_tokens, p_tokens, priced_ttft
 from moestro.sim.figures.results import Results
 from moestro.sim.signals import SignalSettings
 from moestro.workload.generated.draws import at_rate

@@ -8,7 +8,12 @@ import numpy as np
 
 from moestro.core.rng import Draws
 from moestro.errors import ConfigError
-from moestro.routing.indicators import (
+from moestro.routing.policies.load import StickyMap
+from moestro.routing.policy_contract import Choice, EngineLost, Needs, Routed, RoutedElsewhere, RouteEvent, RouteView
+from moestro.routing.registry import ROUTE_POLICIES
+from moestro.routing.scoring import (
+    ScorePolicy,
+    Scores,
     all_fresh,
     expert_pressure,
     kv_usage,
@@ -16,10 +21,6 @@ from moestro.routing.indicators import (
     num_waiting,
     queued_prefill_tokens,
 )
-from moestro.routing.policies.affinity import StickyMap
-from moestro.routing.policy_contract import Choice, EngineLost, Needs, Routed, RoutedElsewhere, RouteEvent, RouteView
-from moestro.routing.registry import ROUTE_POLICIES
-from moestro.routing.scoring import ScorePolicy, Scores
 
 BRANCHES = ("no metrics", "least KV", "least load", "saturated and even", "user", "no user", "new user")
 

@@ -30,13 +30,6 @@ import numpy as np
 from moestro.core.columns import column_sum
 from moestro.core.rng import Draws
 from moestro.core.views import ALONE
-from moestro.routing.indicators import (
-    expert_pressure,
-    foreign_prefill_tokens,
-    fresh,
-    new_tokens,
-    own_prefill_tokens,
-)
 from moestro.routing.policy_contract import (
     Choice,
     Ended,
@@ -48,7 +41,17 @@ from moestro.routing.policy_contract import (
     RouteView,
 )
 from moestro.routing.registry import ROUTE_POLICIES
-from moestro.routing.scoring import Counts, Mask, Scores, choose
+from moestro.routing.scoring import (
+    Counts,
+    Mask,
+    Scores,
+    choose,
+    expert_pressure,
+    foreign_prefill_tokens,
+    fresh,
+    new_tokens,
+    own_prefill_tokens,
+)
 
 _RESCALE_AT = 1e12  # far below the largest float, so that sums keep their precision
 

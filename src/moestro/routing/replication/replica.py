@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from moestro.routing.peer_flights import PeerRequest
-from moestro.routing.replication.messages import (
+from moestro.routing.in_flight import PeerRequest
+from moestro.routing.replication.journal import (
     Began,
     Computed,
     Digest,

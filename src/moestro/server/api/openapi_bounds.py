@@ -8,11 +8,9 @@ from typing import Any
 import msgspec
 
 from moestro.core.request import MAX_LISTED_TOKENS, SAMPLING_RANGES, AllowedRange, ServiceClass
-from moestro.server.api.agent_api import RESPONSE_SHAPES
-from moestro.server.api.fields.chat_fields import MAX_TOOLS, RESERVED, ROLES, VERBOSITIES
-from moestro.server.api.fields.request_fields import CHAT_SHAPES
-from moestro.server.api.fields.structured_output import MAX_GRAMMAR_CHOICES
-from moestro.server.api.fields.unsupported import (
+from moestro.server.api.chat_fields import MAX_GRAMMAR_CHOICES, MAX_TOOLS, RESERVED, ROLES, VERBOSITIES
+from moestro.server.api.request_fields import (
+    CHAT_SHAPES,
     HARMLESS_BELOW,
     IN_CHAT,
     IN_COMPLETIONS,
@@ -23,7 +21,8 @@ from moestro.server.api.fields.unsupported import (
     WITHOUT_EFFECT,
     Neutral,
 )
-from moestro.server.api.fields.validation import (
+from moestro.server.api.request_runner import RESPONSE_SHAPES
+from moestro.server.api.validation import (
     ALL_LOGPROBS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,

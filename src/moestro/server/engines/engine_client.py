@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
 from moestro.core.load_figures import IDLE
 from moestro.core.model_info import ModelInfo
@@ -14,11 +15,8 @@ from moestro.core.request import WITHOUT_TOKEN, FinishReason, Output, Request
 from moestro.errors import ConfigError, EngineDiedError, MoestroError, NoEngineError, QueueFullError, RequestError
 from moestro.routing.router import RouteDecision, Router
 from moestro.routing.settings import EngineSpec
-from moestro.server.engines.expert_loads import ExpertLoads
-from moestro.server.engines.metrics import Metrics
-from moestro.server.engines.request_log import RequestLog
-from moestro.server.engines.request_state import Inbox, Interrupted, PromptChoices, RequestState
-from moestro.server.engines.waiting_clients import WaitingClients
+from moestro.server.engines.engine_reports import ExpertLoads, RequestLog
+from moestro.server.engines.request_state import Inbox, Interrupted, Metrics, PromptChoices, RequestState
 from moestro.web.errors import GenerationError, InternalError
 from moestro.wire.load_report import LoadReport, merged_load
 from moestro.wire.messages import (
@@ -36,6 +34,75 @@ from moestro.wire.messages import (
     ToRank,
 )
 from moestro.workload.traces.request_record import RecordedRequest
+
+Client = Hashable
+
+
+class WaitingClients:
+    """Counts the requests of each client that are prepared, or that wait in an engine for their first token.
+
+    A full queue has an equal share for each client. A request of a client with less than that is sent to the engine
+    all the same, and the engine takes a place from the client that has most (`engine.policies.admission`).
+    The queues on the way to an engine thus have at most twice the places of one.
+
+    Args:
+        num_engines: Number of engines.
+        num_places: Places of each engine's queue; None means no limit, so that no queue is ever full.
+    """
+
+    def __init__(self, num_engines: int, num_places: int | None) -> None:
+        self._num_places = num_places or 0
+        self._coming: Counter[Client] = Counter()
+        self._waiting: list[Counter[Client]] = [Counter() for _ in range(num_engines)]
+        self._place_of: dict[str, tuple[int, Client]] = {}
+
+    @property
+    def num_coming(self) -> int:
+        """Number of requests that are being prepared."""
+        return self._coming.total()
+
+    @contextlib.contextmanager
+    def coming(self, client: Client) -> Iterator[None]:
+        """Count a request that is being prepared."""
+        self._coming[client] += 1
+        try:
+            yield
+        finally:
+            _count_down(self._coming, client)
+
+    def add(self, engine: int, client: Client, request_id: str) -> None:
+        """Count a request that was sent to an engine."""
+        self._place_of[request_id] = engine, client
+        self._waiting[engine][client] += 1
+
+    def discard(self, request_id: str) -> None:
+        """Stop counting a request. A request that is not counted is ignored."""
+        place = self._place_of.pop(request_id, None)
+        if place is not None:
+            engine, client = place
+            _count_down(self._waiting[engine], client)
+
+    def may_come(self, client: Client) -> bool:
+        """Return whether a request of `client` is worth its preparation although all queues are full."""
+        return _has_share(sum(self._waiting, self._coming), client, self._num_places * len(self._waiting))
+
+    def makes_room_for(self, client: Client) -> list[int]:
+        """Return the engines in whose full queues another client gives way to `client`."""
+        return [engine for engine, held in enumerate(self._waiting) if _has_share(held, client, self._num_places)]
+
+
+def _has_share(held: Counter[Client], client: Client, num_places: int) -> bool:
+    """Return whether `client` has less than an equal share, and another client more than it would have."""
+    num_own = held[client]
+    others = [count for other, count in held.items() if other != client]
+    share = max(1, num_places // (len(others) + 1))
+    return num_own < share and max(others, default=0) > num_own + 1
+
+
+def _count_down(counts: Counter[Client], client: Client) -> None:
+    counts[client] -= 1
+    if not counts[client]:
+        del counts[client]
 
 
 class RefusedByRankError(RequestError):

@@ -1,19 +1,205 @@
-"""State of one request in the API server, and the metrics that are derived from it."""
+"""State of requests in the API server: outputs and the memory of those that no client has read, and counters.
+
+The counters are plain numbers for the hot path; `prometheus.py` exports them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import msgspec
 
 from moestro.core.hashing import name_key
-from moestro.core.request import Output, Request
-from moestro.errors import RequestError
-from moestro.server.engines.metrics import EngineMetrics
-from moestro.server.engines.piece import Piece
+from moestro.core.request import FinishReason, Output, Request, ServiceClass, TokenLogprobs
+from moestro.errors import DrainingError, RequestError
+from moestro.text.parsing.answer_parser import ChatPart
+from moestro.text.tokenizer_library import TokenText, TokenTexts
+from moestro.web.errors import Refusals
+from moestro.web.prometheus import Histogram
 from moestro.workload.traces.request_record import RecordedRequest
+
+_LEAST = -9999.0  # OpenAI's value for minus infinity, which JSON lacks.
+
+
+class Alternative(NamedTuple):
+    """A likely token at one position of a text."""
+
+    token_id: int
+    token: TokenText
+    logprob: float
+
+
+class Score(NamedTuple):
+    """Log probability of one token of an answer or a prompt.
+
+    Attributes:
+        offset: Start of the token's text, in characters.
+        logprob, rank: Values in the raw distribution, rank 1 for the most likely token. A prompt's first token has no
+            distribution: its logprob is None and its rank 0.
+        top: Most likely tokens, the most likely first.
+    """
+
+    token_id: int
+    token: TokenText
+    offset: int
+    logprob: float | None
+    rank: int
+    top: tuple[Alternative, ...]
+
+
+def score_of(entry: TokenLogprobs, offset: int, texts: TokenTexts) -> Score:
+    """Return the score of one token."""
+    top = tuple(Alternative(token_id, texts[token_id], max(logprob, _LEAST)) for token_id, logprob in entry.top)
+    return Score(entry.token_id, texts[entry.token_id], offset, max(entry.logprob, _LEAST), entry.rank, top)
+
+
+def first_score(token_id: int, texts: TokenTexts) -> Score:
+    """Return the score of a prompt's first token, which has no log probability."""
+    return Score(token_id, texts[token_id], 0, None, 0, ())
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """New output of one choice.
+
+    Attributes:
+        text: New text; may be empty.
+        finish_reason: Reason for the end of the choice; None means that more pieces follow.
+        stop_reason: Stop string, or the client's stop token, that ended the choice.
+        scores: Scores of the new tokens, shown or not, after those of an echoed prompt; None means not requested.
+        prompt_scores: Scores of the prompt's tokens, if `prompt_logprobs` requests them.
+        token_ids: New tokens, shown or not; None means not requested.
+        prompt_token_ids: Tokens of the prompt, with the first piece of a choice that requests them.
+        parts: Parsed parts of a chat's text; None means that all text is content.
+    """
+
+    index: int
+    text: str
+    finish_reason: str | None
+    scores: tuple[Score, ...] | None = None
+    prompt_scores: tuple[Score, ...] | None = None
+    stop_reason: str | int | None = None
+    token_ids: tuple[int, ...] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    parts: tuple[ChatPart, ...] | None = None
+
+    @property
+    def has_only_text(self) -> bool:
+        """Whether all other fields have their default values."""
+        return (
+            self.finish_reason is None
+            and self.parts is None
+            and self.scores is None
+            and self.token_ids is None
+            and self.stop_reason is None
+            and self.prompt_scores is None
+            and self.prompt_token_ids is None
+        )
+
+
+# vLLM's bounds, so that the heat maps of its dashboards fit. The gaps begin lower, for small models.
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_GAP_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+_WHOLE_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+    *(1920.0, 7680.0),
+)
+_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
+_PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)  # vLLM's buckets
+_STEP_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))
+
+ByClass = dict[ServiceClass, Histogram]
+
+
+def _by_class(bounds: Sequence[float]) -> ByClass:
+    return {service_class: Histogram(bounds) for service_class in ServiceClass}
+
+
+class EngineMetrics:
+    """Totals of one engine since the start of the API server, across the engine's restarts.
+
+    Attributes:
+        first_token_s, mean_gap_s: TTFT and TPOT by service class, in seconds, measured in the API server.
+        gap_s, whole_s: ITL and E2E latency, in seconds.
+        queue_s: Time from arrival to admission by service class, in seconds.
+        prefill_s, decode_s: Time from admission to the first output, and from the first to the last token, in seconds.
+        inference_s: Time from admission to the last token, in seconds.
+        prompt_tokens, generation_tokens: Number of tokens of each finished request.
+        computed_tokens: Number of prompt tokens of each finished request that no cache had.
+        max_tokens: Limit of generated tokens of each finished request.
+        step_tokens: Number of tokens of each step with an output: generated ones, and the prompts that it completed.
+        num_preemptions: Number of preemptions of each finished request.
+        num_choices, longest_choice: Number of choices of each finished prompt, and tokens of the longest of them.
+        num_cached_tokens: Number of prompt tokens that came from a cache.
+        num_host_tokens: Number of those that were copied from host memory.
+        num_prompt_tokens: Number of prompt tokens of requests with a first output.
+        num_generated_tokens: Number of tokens received from the engine, shown or not.
+        ended: Number of ended requests by finish reason.
+        num_restarts, num_stalls: Number of restarts and of stalls.
+        num_moved: Number of requests moved away when the engine's process ended.
+        num_streams_resumed: Number of moved requests of which the client had a part already.
+    """
+
+    __slots__ = (
+        "computed_tokens", "decode_s", "ended", "first_token_s", "gap_s", "generation_tokens", "inference_s",
+        "longest_choice", "max_tokens", "mean_gap_s", "num_cached_tokens", "num_choices", "num_generated_tokens",
+        "num_host_tokens",
+        "num_moved", "num_preemptions", "num_prompt_tokens", "num_restarts", "num_stalls", "num_streams_resumed",
+        "prefill_s", "prompt_tokens", "queue_s", "step_tokens", "whole_s",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.first_token_s = _by_class(_FIRST_TOKEN_S)
+        self.gap_s = Histogram(_GAP_S)
+        self.mean_gap_s = _by_class(_GAP_S)
+        self.whole_s = Histogram(_WHOLE_S)
+        self.queue_s = _by_class(_WHOLE_S)
+        self.prefill_s = Histogram(_WHOLE_S)
+        self.decode_s = Histogram(_WHOLE_S)
+        self.inference_s = Histogram(_WHOLE_S)
+        self.prompt_tokens = Histogram(_TOKENS)
+        self.generation_tokens = Histogram(_TOKENS)
+        self.computed_tokens = Histogram(_TOKENS)
+        self.max_tokens = Histogram(_TOKENS)
+        self.step_tokens = Histogram(_STEP_TOKENS)
+        self.num_preemptions = Histogram(_PREEMPTIONS)
+        self.num_choices = Histogram(_CHOICES)
+        self.longest_choice = Histogram(_TOKENS)
+        self.num_cached_tokens = self.num_host_tokens = 0
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+        self.ended = dict.fromkeys(FinishReason, 0)
+        self.num_restarts = 0
+        self.num_stalls = 0
+        self.num_moved = 0
+        self.num_streams_resumed = 0
+
+
+class Metrics:
+    """Counters of the API server.
+
+    Attributes:
+        engines: Counters of each engine, by number.
+        refusals: Number of refusals by error code.
+        num_delivery_errors: Number of messages of ranks, or outputs in them, that the API server failed to process.
+    """
+
+    def __init__(self, num_engines: int) -> None:
+        self.engines = [EngineMetrics() for _ in range(num_engines)]
+        self.refusals = Refusals()
+        self.num_delivery_errors = 0
+
 
 # A request that has lost more engines than this may be the cause, even if it gained tokens in between.
 MAX_MOVES = 3
@@ -249,3 +435,138 @@ class RequestState:
             user=name_key(request.fair_user),
             session=name_key(request.session_id),
         )
+
+
+# Outputs of the engines that wait for slow clients. Text of 1,024 choices over a minute takes a tenth of it.
+MAX_UNREAD_BYTES = 256 << 20
+_EVENT_BYTES = 384  # of an output of one token: the object, its request id and its tokens
+_SCORE_BYTES = 96  # of one log probability: two numbers and their tuple
+
+
+class UnreadMemory:
+    """Counts the outputs that wait for clients which read more slowly than the engines generate.
+
+    An engine does not pause a sequence for a slow client. Where all outputs that wait exceed the bound, the stream with
+    most of them is cut, among those of the client that has most in all.
+
+    Args:
+        max_bytes: Most bytes of all streams.
+
+    Attributes:
+        num_bytes: Present bytes of all streams.
+    """
+
+    def __init__(self, max_bytes: int = MAX_UNREAD_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+        self._of_client: dict[Hashable, set[UnreadStream]] = {}  # Streams that hold something.
+
+    def count(self, stream: UnreadStream, num_bytes: int) -> None:
+        """Count further bytes of a stream, and cut streams until all are within the bound."""
+        if num_bytes:
+            self._of_client.setdefault(stream.client, set()).add(stream)
+        stream.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+        while self.num_bytes > self._max_bytes:
+            self._largest().cut()
+
+    def forget(self, stream: UnreadStream) -> None:
+        """Stop counting the bytes of a stream."""
+        self.num_bytes -= stream.num_bytes
+        stream.num_bytes = 0
+        if (streams := self._of_client.get(stream.client)) is not None:
+            streams.discard(stream)
+            if not streams:
+                del self._of_client[stream.client]
+
+    def _largest(self) -> UnreadStream:
+        most = max(self._of_client.values(), key=lambda streams: sum(each.num_bytes for each in streams))
+        return max(most, key=lambda each: each.num_bytes)
+
+
+class UnreadStream:
+    """Outputs that wait for one client's connection. As a context manager it forgets them at the end.
+
+    Args:
+        client: Name of the client (`Access.client_of`).
+        cut: Closes the connection, which ends the request.
+
+    Attributes:
+        num_bytes: Counted bytes.
+    """
+
+    __slots__ = ("_cut", "_is_over", "_memory", "client", "num_bytes")
+
+    def __init__(self, memory: UnreadMemory, client: Hashable, cut: Callable[[], None]) -> None:
+        self._memory = memory
+        self._cut = cut
+        self._is_over = False
+        self.client = client
+        self.num_bytes = 0
+
+    def __enter__(self) -> UnreadStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing waits for the connection any more."""
+        return self._is_over
+
+    def waits(self, event: InboxEvent) -> None:
+        """Count an event that the connection does not take yet, for which this or another stream may be cut."""
+        if not self._is_over:
+            self._memory.count(self, _size_of(event))
+
+    def taken(self, event: InboxEvent) -> None:
+        """Stop counting an event that waited."""
+        if not self._is_over:
+            self._memory.count(self, -_size_of(event))
+            if not self.num_bytes:
+                self._memory.forget(self)
+
+    def cut(self) -> None:
+        """Close the connection, and count its outputs no longer."""
+        self._end()
+        self._cut()
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._memory.forget(self)
+
+
+def _size_of(event: InboxEvent) -> int:
+    """Return the approximate bytes of an event of the engine."""
+    if not isinstance(event, Output) or not event.logprobs:
+        return _EVENT_BYTES
+    return _EVENT_BYTES + _SCORE_BYTES * sum(1 + len(entry.top) for entry in event.logprobs)
+
+
+class Traffic:
+    """Counts generation requests, and refuses new ones while the server drains.
+
+    Attributes:
+        num_answering: Number of requests without a complete response.
+        is_draining: Whether new requests are refused; writable.
+    """
+
+    def __init__(self) -> None:
+        self.num_answering = 0
+        self.is_draining = False
+
+    def check_open(self) -> None:
+        """Raise DrainingError while the server drains."""
+        if self.is_draining:
+            raise DrainingError
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Count one more request inside the block; raise DrainingError while the server drains."""
+        self.check_open()
+        self.num_answering += 1
+        try:
+            yield
+        finally:
+            self.num_answering -= 1

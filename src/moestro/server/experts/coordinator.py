@@ -22,8 +22,7 @@ from moestro.core.experts.table_message import ExpertLayers, TableMessage
 from moestro.core.worker_names import Worker, WorkerKind
 from moestro.errors import ConfigError, EngineDiedError, MoestroError, NoEngineError
 from moestro.flow.settings import GroupOptions
-from moestro.placement.live.async_migration import AsyncMigration
-from moestro.placement.live.group_table import GroupTable
+from moestro.placement.live.async_migration import AsyncMigration, GroupTable
 from moestro.web.errors import HttpError
 from moestro.wire.messages import (
     ExpertsPrepared,

@@ -18,14 +18,14 @@ from moestro.core.hashing import keyed_names
 from moestro.core.load_figures import FIGURES, ROUTED_FIGURES
 from moestro.core.model_info import ModelInfo
 from moestro.core.scheduling_events import SequenceAdmitted, SequencePreempted
+from moestro.routing.decision_log import Attempt, RequestTrace, ServerFacts
+from moestro.routing.decision_record import Entry, Gap, PolicyText, RecordedRouter, keyed_entry
 from moestro.routing.policy_contract import RouteInputs
-from moestro.routing.record.decision_record import Entry, Gap, PolicyText, RecordedRouter, keyed_entry
-from moestro.routing.record.request_trace import Attempt, RequestTrace, ServerFacts
 from moestro.routing.router import Router
 from moestro.routing.settings import RouterSettings
 from moestro.server.engines.engine_client import EngineClient
-from moestro.server.engines.request_log import RequestLog
-from moestro.server.experts.table_watch import WATCH_S, ReadTable, TableWatch
+from moestro.server.engines.engine_reports import RequestLog
+from moestro.server.experts.expert_signals import WATCH_S, ReadTable, TableWatch
 from moestro.web.record_file import RecordFile, read_clocks, record_key
 from moestro.web.tracing import (
     AttributeValue,

@@ -16,14 +16,19 @@ from moestro.core.clock import NS_PER_S
 from moestro.errors import EngineDiedError, MoestroError, NoEngineError
 from moestro.placement.live.ep_migration import EpMigration
 from moestro.server.engines.engine_client import EngineClient
-from moestro.server.engines.metrics import Metrics
 from moestro.server.engines.rank_socket import RankSocket
+from moestro.server.engines.request_state import Metrics
 from moestro.server.experts.coordinator import Coordinator
-from moestro.server.processes.launcher import Launcher
-from moestro.server.processes.liveness import LivenessTimeouts
-from moestro.server.processes.restarts import MAX_FAILED_STARTS, RestartRule
-from moestro.server.processes.watchdog import TICK_S, RankControl, RankState, Watchdog
-from moestro.server.processes.worker_processes import WorkerProcesses, now_ns
+from moestro.server.processes.launchers import Launcher, WorkerProcesses, now_ns
+from moestro.server.processes.watchdog import (
+    MAX_FAILED_STARTS,
+    TICK_S,
+    LivenessTimeouts,
+    RankControl,
+    RankState,
+    RestartRule,
+    Watchdog,
+)
 from moestro.wire.messages import ClockReading, FromRank, Heartbeat, ReadClock, Ready, Shutdown, WakeGroup
 
 

@@ -24,9 +24,8 @@ from moestro.cost.staged_engines import in_4_bits
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.flow.registry import make_step_policy
-from moestro.placement.devices import PlaceLimits, even_devices
-from moestro.placement.live_settings import LivePlacementSettings
-from moestro.placement.prices import place_prices
+from moestro.placement.contract import PlaceLimits, even_devices, place_prices
+from moestro.placement.settings import LivePlacementSettings
 from moestro.sim.engine_prices import default_popularity, stage_cost
 from moestro.sim.groups.baselines import (
     LOCK_STEP,

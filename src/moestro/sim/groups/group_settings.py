@@ -10,8 +10,8 @@ from moestro.core.setting_checks import MAX_SETTING, CheckedSettings, at_least, 
 from moestro.cost.links import link_named
 from moestro.errors import ConfigError
 from moestro.flow.registry import make_step_policy
-from moestro.placement.live_settings import has_payback_gate
-from moestro.placement.registry import PLACE_POLICIES
+from moestro.placement.contract import PLACE_POLICIES
+from moestro.placement.settings import has_payback_gate
 
 SimMode = Literal["fused", "preemptive", "ep", "ep-overlap", "afd", "async"]
 GROUP_MODES: tuple[SimMode, ...] = ("ep", "ep-overlap", "afd", "async")

@@ -19,15 +19,23 @@ from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.core.experts.layer_moves import LayerPlan, moves_between, rounds_of
 from moestro.core.experts.move_agreement import MovingTable
 from moestro.core.experts.source_load import SourceLoad, merge_sources
-from moestro.placement.devices import Devices, PlaceLimits, PlacePrices
-from moestro.placement.live.control import DecisionOutcome, PlacementControl, PlacementDecision
+from moestro.placement.contract import Devices, PlaceLimits, PlacePrices
+from moestro.placement.live.control import (
+    CHECK_NS,
+    Compute,
+    DecisionOutcome,
+    Effect,
+    EffectAnswer,
+    PlacementControl,
+    PlacementDecision,
+    PlacementLoop,
+    Procedure,
+)
 from moestro.placement.live.ep_migration import EpMigration
-from moestro.placement.live.group_view import GroupPlaces, GroupView, PlaceableGroup
-from moestro.placement.live.loop import CHECK_NS, Compute, Effect, EffectAnswer, PlacementLoop, Procedure
-from moestro.placement.live.plan import PlacementPlan
-from moestro.placement.live_settings import LivePlacementSettings
+from moestro.placement.live.plan import GroupPlaces, GroupView, PlaceableGroup, PlacementPlan
 from moestro.placement.load_window import LoadWindow
 from moestro.placement.score import Moves, move_s
+from moestro.placement.settings import LivePlacementSettings
 from moestro.wire.messages import DropLayer, ExpertsPlaced, LayerMoving, LayerSettled, MoveLayer, Ready, ToRank
 
 Int64s = NDArray[np.int64]

@@ -11,9 +11,9 @@ from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.core.token_keys import request_key, token_keys
 from moestro.cost.gate import Gate
-from moestro.placement.pair_window import PairWindow
-from moestro.placement.policies.gimbal_v1 import GimbalV1Placement
-from moestro.placement.registry import PLACE_POLICIES, PlaceView
+from moestro.placement.contract import PLACE_POLICIES, PlaceView
+from moestro.placement.load_window import PairWindow
+from moestro.placement.policies.gimbal import GimbalV1Placement
 from moestro.sim.groups.live_placement import PlacementSite, SimPlacement, SimPlacementSettings
 
 _NUM_TOKENS = 512

@@ -14,7 +14,8 @@ import numpy as np
 from moestro.core.hashing import HASH_BYTES, name_key
 from moestro.core.request import Request
 from moestro.errors import ConfigError
-from moestro.routing.record.decision_record import (
+from moestro.routing.decision_log import RequestTrace
+from moestro.routing.decision_record import (
     EngineAdded,
     EngineCounted,
     Entry,
@@ -27,7 +28,6 @@ from moestro.routing.record.decision_record import (
     Submitted,
     decode_entry,
 )
-from moestro.routing.record.request_trace import RequestTrace
 from moestro.routing.settings import EngineSpec
 from moestro.workload.files import open_lines
 from moestro.workload.traces.request_record import (

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from moestro.errors import ConfigError
-from moestro.routing.record.decision_record import EngineCounted
+from moestro.routing.decision_record import EngineCounted
 from moestro.routing.scrape import EngineTotals
 from moestro.sim.load.router_record import RoutedRequest, RouterStart, as_record, left_out_note, router_runs
 from moestro.workload.files import open_lines

@@ -1,1 +1,1 @@
-"""Policies of other routers, for comparison."""
+"""Route policies of other systems, kept for comparison."""

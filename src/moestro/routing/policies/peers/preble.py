@@ -23,7 +23,6 @@ from moestro.core.hashing import HASH_BYTES
 from moestro.core.prefix_tree import BlockRun, PrefixTree
 from moestro.core.rng import Draws
 from moestro.errors import ConfigError
-from moestro.routing.indicators import new_tokens
 from moestro.routing.policy_contract import (
     Choice,
     Ended,
@@ -36,8 +35,7 @@ from moestro.routing.policy_contract import (
     RouteView,
 )
 from moestro.routing.registry import ROUTE_POLICIES
-from moestro.routing.scoring import Scores, choose
-from moestro.routing.ttft import NO_PRICES, PredictsTtft
+from moestro.routing.scoring import NO_PRICES, PredictsTtft, Scores, choose, new_tokens
 
 _NUM_GAPS = 200  # measured times per token that an engine's median covers, as in the published code
 _FIRST_GAP_NS = 150e6  # time per token before the first measurement, as in the published code

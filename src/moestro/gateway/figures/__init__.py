@@ -1,1 +1,0 @@
-"""Figures of a running router: metrics, log lines, the banner."""

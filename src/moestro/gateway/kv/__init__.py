@@ -1,1 +1,0 @@
-"""KV events of engines, and the blocks of prompts that match them."""

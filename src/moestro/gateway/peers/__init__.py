@@ -1,1 +1,0 @@
-"""Peers: connections to other routers, over which they exchange their requests (`routing/replication/`)."""

@@ -1,1 +1,0 @@
-"""Workers: several processes that serve one port as routers that are peers of each other, and one admin plane."""

@@ -1,1 +1,0 @@
-"""Health of engines: what counts against one, and when one is tried again."""

@@ -1,1 +1,0 @@
-"""What the router knows of engines' prefix caches, from KV events."""

@@ -1,1 +1,0 @@
-"""The record of routing decisions: kept, written, explained and replayed."""

@@ -1,1 +1,0 @@
-"""The operators' paths of `moestro serve`, on a port of their own."""

@@ -1,1 +1,0 @@
-"""Bodies and fields of requests: decoded, validated, and converted to engine requests."""
