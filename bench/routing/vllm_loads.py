@@ -2,7 +2,7 @@
 
     python bench/routing/vllm_loads.py --vllm /path/to/venv/bin/vllm [--rounds 5] \\
         [--json bench/results/routing/vllm_loads.json]
-    python bench/routing/vllm_loads.py --vllm ... --rounds 1 --shares 0.3 --seconds 20     # a short try
+    python bench/routing/vllm_loads.py --vllm ... --rounds 1 --shares 0.3 --seconds 20 --run-seconds 5     # a short try
 
 In this order:
 
@@ -173,7 +173,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES), help="of the capacity")
     parser.add_argument("--seconds", type=float, default=120.0, help="of the calibration")
-    parser.add_argument("--num-requests", type=int, default=120, help="of each run")
+    parser.add_argument("--run-seconds", type=float, default=25.0, help="over which the requests of a run arrive")
+    parser.add_argument("--num-requests", type=int, default=600, help="of the run that finds the capacity")
     parser.add_argument("--work", type=Path, help="keep traces, reports and logs here")
     parser.add_argument("--note", default="", help="remark about the machine")
     given = parser.parse_args()
@@ -191,7 +192,7 @@ def main() -> None:
             row
             for number in range(given.rounds)
             for share in given.shares
-            for row in measure_round(work, number, share, share * capacity, given.num_requests)
+            for row in measure_round(work, number, share, share * capacity, round(share * capacity * given.run_seconds))
         ]
         description = (work / "engine.toml").read_text()
     summaries = {f"{share:g}": summary(rows, share) for share in given.shares}
@@ -204,7 +205,7 @@ def main() -> None:
         {
             "model": "the demo model, bfloat16, vLLM 0.32 on the CPU, one thread a server",
             "workload": {
-                "num_requests": given.num_requests, "num_apps": NUM_APPS, "app_tokens": APP_TOKENS,
+                "run_seconds": given.run_seconds, "num_apps": NUM_APPS, "app_tokens": APP_TOKENS,
                 "first_tokens": FIRST_TOKENS, "turn_tokens": TURN_TOKENS, "answer_tokens": ANSWER_TOKENS,
                 "num_turns": NUM_TURNS, "pause_s": PAUSE_S, "block_size": vllm_pair.BLOCK_SIZE,
                 "blocks_a_server": vllm_pair.NUM_BLOCKS,
