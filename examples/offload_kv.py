@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moestro.core.views import BE, EvictView, Victim
-from moestro.engine.policies.eviction import LeastComputedBeFirst
+from moestro.engine.policies.batching import LeastComputedBeFirst
 
 
 @dataclass(frozen=True)

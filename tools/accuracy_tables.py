@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from moestro.core.student_t import student_t_quantile
+from moestro.core.rng import student_t_quantile
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results" / "accuracy"
 TITLES = {

@@ -13,14 +13,12 @@ from torch import Tensor
 from moestro.core.views import LS
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Units
 from moestro.model.attention import AttentionForm, Scoring
-from moestro.model.cuda.experts import CudaExperts, ExpertWeightTable
-from moestro.model.cuda.functions import CudaKernels, GateForm, HeadNorms, Norm, Product
-from moestro.model.cuda.launch import replace_launcher
+from moestro.model.cuda.functions import CudaExperts, CudaKernels, ExpertWeightTable, GateForm, HeadNorms, Norm, Product
 from moestro.model.cuda.source.addresses import FOUND
-from moestro.model.cuda.units import Walk
-from moestro.model.float8 import FLOAT8, Float8Weight, ScaleBlock
+from moestro.model.cuda.tiles import Walk, replace_launcher
 from moestro.model.pools import KVPools
 from moestro.model.step import PagedStep
+from moestro.model.tensors import FLOAT8, Float8Weight, ScaleBlock
 
 # Compute capability, times ten -> bytes of shared memory that a program may have.
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}

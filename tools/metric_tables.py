@@ -11,7 +11,7 @@ import numpy as np
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from moestro.core.experts.source_load import SourceLoad
+from moestro.core.experts.expert_load import SourceLoad
 from moestro.core.load_figures import IDLE
 from moestro.gateway.discovery.discovery import Discovery
 from moestro.gateway.engines.fleet import Counts, EngineCounts

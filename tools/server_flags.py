@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-from moestro.planner.known_flags import LISTS, SYSTEMS, flags_of_sources
+from moestro.planner.systems import LISTS, SYSTEMS, flags_of_sources
 
 
 def number(version: str) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ from moestro.model.kernels.layout import KernelPacking
 from moestro.model.kernels.library import KernelLibrary
 from moestro.model.kernels.packing import TORCH_PACKING
 from moestro.model.kernels.paged import KernelAttention
-from moestro.model.loading.load import load_network, read_config
+from moestro.model.load import load_network, read_config
 from moestro.model.network import Network
 from moestro.model.pools import KVPools
 from moestro.model.settings import ModelSettings

@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from moestro.core.experts.expert_table import spread_evenly
-from moestro.core.experts.hops import DISPATCH, HOP_RECORD, Hop, HopMessage
-from moestro.core.stages import StageShape
+from moestro.core.stages import DISPATCH, HOP_RECORD, Hop, HopMessage, StageShape
 from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.executor import FlowExecutor
 from moestro.flow.registry import make_step_policy

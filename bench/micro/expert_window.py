@@ -25,8 +25,8 @@ from moestro.config.run_record import run_record
 from moestro.core.request import Request, SamplingParams
 from moestro.core.work import StepResult
 from moestro.cost.gpus import gpu_named
-from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
+from moestro.cost.networks import network_named
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.engine.rank import Rank, build_rank
 from moestro.engine.settings import SchedulerSettings
@@ -34,7 +34,7 @@ from moestro.model.device import TorchDevice
 from moestro.model.kernels.exchange import KernelExchange
 from moestro.model.kernels.kernel_build import KernelBuild
 from moestro.model.kernels.library import KernelLibrary
-from moestro.model.loading.load import load_network, read_config
+from moestro.model.load import load_network, read_config
 from moestro.model.settings import ModelSettings
 from moestro.placement.load_window import PAIR_INTERVAL, LoadWindow
 from moestro.placement.settings import ExpertLoadSettings

@@ -27,7 +27,7 @@ from moestro.config.run_record import run_record
 from moestro.core.stages import Attention, AttentionDone, Experts, ExpertsDone, Sample, StageShape
 from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, QueueTable, Run, StepFunction
 from moestro.core.work import Plan, StepResult
-from moestro.engine.fused import FusedExecutor
+from moestro.engine.rank import FusedExecutor
 from moestro.flow.executor import FlowExecutor
 from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.model.device import TorchDevice
@@ -139,7 +139,7 @@ def quartiles_ms(executors, item, limit_s: float) -> np.ndarray:
 
 
 def decode_rows(model: str, directory: Path, dtype: str) -> list[dict[str, object]]:
-    from moestro.model.staged.staged_open import open_staged_device  # noqa: PLC0415 - the core needs no network
+    from moestro.model.staged.staged_device import open_staged_device  # noqa: PLC0415 - the core needs no network
 
     kernels = "own" if dtype == "bfloat16" else "auto"
     settings = ModelSettings(

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 
 from moestro.config.run_record import run_record
-from moestro.model.cuda import functions, graphs, step_memory, tiles, units
+from moestro.model.cuda import functions, graphs, tiles
 from moestro.model.cuda.functions import CudaKernels, Product
-from moestro.model.cuda.step_memory import GraphShape
+from moestro.model.cuda.graphs import GraphShape
 from moestro.model.cuda.tiles import Tile
 from moestro.model.settings import ModelSettings
 from moestro.model.step import PagedStep
@@ -48,7 +48,7 @@ def splits(size: int) -> Form:
     """Splits of so many keys."""
 
     def use() -> None:
-        for module in (functions, units, step_memory):
+        for module in (functions, tiles, graphs):
             module.SPLIT = size
 
     return use

@@ -28,7 +28,7 @@ import psutil
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from moestro.config.run_record import run_record
-from moestro.core.grammar import Grammar
+from moestro.core.request import Grammar
 from moestro.grammar.compiler import GrammarCompiler, VocabularySource
 from moestro.text.parsing.answer_grammars import required_calls
 from moestro.text.parsing.output_parser import ToolSpec

@@ -24,7 +24,7 @@ from moestro.config.run_record import run_record
 from moestro.core.work import LOGITS_PROMPT
 from moestro.model.kernels.exchange import KernelExchange
 from moestro.model.kernels.kernel_build import KernelBuild
-from moestro.model.loading.load import load_network, read_config
+from moestro.model.load import load_network, read_config
 from moestro.model.settings import ModelSettings
 from moestro.model.step import PagedStep
 

@@ -33,7 +33,7 @@ from moestro.model.kernels.kernel_build import KernelBuild
 from moestro.model.kernels.layout import KernelPacking
 from moestro.model.kernels.library import KernelLibrary
 from moestro.model.kernels.paged import KernelAttention
-from moestro.model.loading.load import load_network, read_config
+from moestro.model.load import load_network, read_config
 from moestro.model.network import Network
 from moestro.model.pools import KVPools
 from moestro.model.settings import ModelSettings
@@ -159,7 +159,7 @@ def measure_network(library: KernelLibrary) -> Iterator[dict[str, object]]:
     with tempfile.TemporaryDirectory() as directory:
         AutoConfig.for_model("deepseek_v2", **LAYERS).save_pretrained(directory)
         opened = {"compressed": open_layers(Path(directory), library)}
-        with patch("moestro.model.loading.load.compress_attention", return_value=""):
+        with patch("moestro.model.load.compress_attention", return_value=""):
             opened["expanded"] = open_layers(Path(directory), library)
     for length in NETWORK_PROMPTS:
         units = prompt_units(length)

@@ -33,13 +33,12 @@ from moestro.model import network as network_module
 from moestro.model.cuda import exchange, layer_graphs
 from moestro.model.cuda.exchange import CudaExchange
 from moestro.model.cuda.functions import CudaKernels
-from moestro.model.cuda.launch import replace_launcher
+from moestro.model.cuda.tiles import replace_launcher
 from moestro.model.device import open_network
 from moestro.model.experts.expert_pieces import Progress
 from moestro.model.settings import LocalRank, ModelSettings
-from moestro.model.staged.staged_device import StagedTorchDevice
+from moestro.model.staged.staged_device import StagedTorchDevice, open_staged_device
 from moestro.model.staged.staged_network import StagedNetwork
-from moestro.model.staged.staged_open import open_staged_device
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.models import make_qwen3_config

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from moestro.config.run_record import run_record
-from moestro.core.experts.hops import DISPATCH, HOP_RECORD, Hop, HopMessage
+from moestro.core.stages import DISPATCH, HOP_RECORD, Hop, HopMessage
 from moestro.wire.hop_frames import Hello, HopLimits
 from moestro.wire.sockets import ListenAddress, new_curve_keys
 from moestro.worker.peer_links import PeerLinks

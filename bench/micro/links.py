@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from moestro.config.run_record import run_record
-from moestro.core.experts.hops import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
-from moestro.model.channels.tensor_channel import TensorChannels
-from moestro.model.channels.tensor_frames import TorchFrames
+from moestro.core.stages import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
+from moestro.model.channels import TensorChannels
+from moestro.model.staged.staged_device import TorchFrames
 from moestro.wire.hop_frames import Hello, HopLimits
 from moestro.wire.sockets import ListenAddress
 from moestro.worker.peer_links import PeerLinks

@@ -21,7 +21,7 @@ from moestro.core.request import Request, SamplingParams
 from moestro.engine.rank import Rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.model.device import TorchDevice
-from moestro.model.loading.load import load_network, read_config
+from moestro.model.load import load_network, read_config
 from moestro.model.settings import ModelSettings
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -17,13 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from moestro.config.run_record import run_record
-from moestro.core.script import Script
+from moestro.core.request import Script
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Forward, Units
-from moestro.cost.gating import even_gating
 from moestro.cost.gpus import H20
-from moestro.cost.hf_config import network_named
-from moestro.cost.model import Batch
-from moestro.cost.popularity import zipf_popularity
+from moestro.cost.model import Batch, even_gating, zipf_popularity
+from moestro.cost.networks import network_named
 from moestro.cost.priced_device import PricedDevice
 from moestro.cost.roofline import Roofline, RooflineSettings
 

@@ -48,8 +48,7 @@ from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, BlockMoves, Forward, St
 from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.model.pools import KVPools
-from moestro.model.results import compute_result
-from moestro.model.step import PagedStep
+from moestro.model.step import PagedStep, compute_result
 from moestro.placement.settings import ExpertLoadSettings
 from moestro.wire.messages import Add, Outputs, Shutdown, ToRank, decode_from_rank, encode
 from moestro.worker.channel import Channel

@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moestro.config.run_record import run_record
-from moestro.cost.popularity import AMOE_RATE
+from moestro.cost.model import AMOE_RATE
 from moestro.cost.settings import overridden_popularity
 from moestro.workload.progress import progress
 

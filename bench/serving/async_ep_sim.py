@@ -14,20 +14,18 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from moestro.cost.popularity import PopularityForm
+from moestro.cost.model import PopularityForm
 from moestro.cost.roofline import VLLM_HOST
-from moestro.engine.step_output import StepOutput
+from moestro.engine.steps import StepOutput
 from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.sim.cluster import Cluster
-from moestro.sim.figures.results import Results
 from moestro.sim.groups.group_builder import SimGroup, group_kv_blocks, make_group, make_group_setup
-from moestro.sim.groups.group_settings import GroupSettings
 from moestro.sim.groups.worker_group import WorkerGroup
-from moestro.sim.load.workload_settings import WorkloadSettings
+from moestro.sim.results import Results
 from moestro.sim.scenario import make_bounds
-from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings
+from moestro.sim.settings import GroupSettings, PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import equal_rows
 from moestro.workload.run_records import spread_of
@@ -114,7 +112,7 @@ class ClosedLoop:
 
 
 class WatchedGroup:
-    """A group whose tokens, queues and work are noted from `_WARM_NS` on; implements `sim.engine.Ranks`."""
+    """A group whose tokens, queues and work are noted from `_WARM_NS` on; implements `sim.groups.group.Ranks`."""
 
     def __init__(self, group: SimGroup) -> None:
         self.group = group

@@ -53,13 +53,13 @@ from moestro.calibrate.runner import once_ns
 from moestro.config.run_record import run_record
 from moestro.core.views import LS
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Forward, StepResult, Units
-from moestro.model.accelerator import prepare
 from moestro.model.check import use_own_functions
 from moestro.model.device import TorchDevice, open_network
 from moestro.model.network import Network
 from moestro.model.pools import KVPools
 from moestro.model.settings import ModelSettings
 from moestro.model.step import PagedStep
+from moestro.model.tensors import prepare
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from serving import transformers_cb

@@ -37,7 +37,7 @@ from moestro.config.run_record import run_record
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.cost.gpus import gpu_named
-from moestro.cost.named_parts import link_within, read_network
+from moestro.cost.settings import link_within, read_network
 from moestro.placement.contract import PlacePrices, even_devices, place_prices
 from moestro.placement.score import score
 

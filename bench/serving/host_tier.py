@@ -31,21 +31,19 @@ from moestro.calibrate.settings import Measuring
 from moestro.calibrate.shapes import Limits
 from moestro.config.run_record import run_record
 from moestro.core.hashing import hash_blocks, hash_key
-from moestro.core.model_info import ModelInfo
-from moestro.core.request import Request, SamplingParams
+from moestro.core.request import ModelInfo, Request, SamplingParams
 from moestro.cost.tables import MeasuredCost, Table
 from moestro.engine.rank import Rank, build_rank
 from moestro.engine.settings import SchedulerSettings
-from moestro.engine.step_output import StepOutput
+from moestro.engine.steps import StepOutput
 from moestro.model.device import TorchDevice, open_device
 from moestro.model.settings import ModelSettings
 from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.sim.cluster import Cluster
-from moestro.sim.figures.results import ANSWERED, Results
-from moestro.sim.groups.group import Group
-from moestro.sim.prices import OneRank
+from moestro.sim.groups.group import Group, OneRank
+from moestro.sim.results import ANSWERED, Results
 from moestro.workload.generated.sessions import App, LogNormal, Mixture, Sessions, SessionShape, steady_sessions
 from moestro.workload.requests import RequestForm, RequestMaker
 

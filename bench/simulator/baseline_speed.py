@@ -21,9 +21,8 @@ from moestro.repro.amoe.systems import BASELINES, BLOCK_SIZE, Bed, Popularity, b
 from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
 from moestro.routing.settings import ANY_ENGINE, RouterSettings
-from moestro.sim.cluster import Cluster
+from moestro.sim.cluster import AtTimes, Cluster
 from moestro.sim.groups.lock_step_group import LockStepGroup
-from moestro.sim.load.arrivals import AtTimes
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
 

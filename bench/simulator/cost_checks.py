@@ -20,14 +20,10 @@ from typing import Any
 import numpy as np
 
 from moestro.config.run_record import run_record
-from moestro.cost.gating import even_gating
 from moestro.cost.gpus import A100, H200, Gpu, gpu_named
-from moestro.cost.hf_config import network_from_config, network_named
-from moestro.cost.kernels import Kernels
-from moestro.cost.model import Batch
-from moestro.cost.networks import NetworkShape
-from moestro.cost.popularity import zipf_popularity
-from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
+from moestro.cost.model import Batch, even_gating, zipf_popularity
+from moestro.cost.networks import NetworkShape, network_from_config, network_named
+from moestro.cost.roofline import VLLM_HOST, HostCost, Kernels, Roofline, RooflineSettings
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.results import make_parser, save

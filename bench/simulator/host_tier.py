@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from moestro.config.run_record import run_record
-from moestro.cost.hf_config import network_named
-from moestro.sim.figures.results import Results
+from moestro.cost.networks import network_named
+from moestro.sim.results import Results
 from moestro.sim.scenario import Scenario, make_scenario, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings
 from moestro.workload.rows import Int64s

@@ -22,16 +22,14 @@ from typing import NamedTuple
 import numpy as np
 
 from moestro.config.run_record import run_record
-from moestro.cost.capacity import kv_blocks
 from moestro.cost.gate import PopularityGate
-from moestro.cost.gpus import gpu_named
-from moestro.cost.hf_config import network_named
-from moestro.cost.model import Batch
-from moestro.cost.popularity import PopularityForm
+from moestro.cost.gpus import gpu_named, kv_blocks
+from moestro.cost.model import Batch, PopularityForm
+from moestro.cost.networks import network_named
 from moestro.cost.roofline import HostCost, Roofline, RooflineSettings
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.registry import make_step_policy
-from moestro.sim.groups.staged import StagedRank
+from moestro.sim.groups.worker_group import StagedRank
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
 from moestro.workload.traces.reading import read_trace

@@ -21,9 +21,9 @@ from moestro.config.run_record import run_record
 from moestro.core.experts.expert_table import spread_evenly
 from moestro.cost.gate import PopularityGate
 from moestro.cost.gpus import gpu_named
-from moestro.cost.hf_config import network_named
 from moestro.cost.links import NVSWITCH_A100, Machines
-from moestro.cost.popularity import PopularityForm
+from moestro.cost.model import PopularityForm
+from moestro.cost.networks import network_named
 from moestro.cost.roofline import HostCost, Roofline, RooflineSettings
 from moestro.engine import scheduler
 from moestro.engine.settings import SchedulerSettings

@@ -21,9 +21,8 @@ import msgspec
 import numpy as np
 
 from moestro.config.run_record import run_record
-from moestro.sim.figures.results import Results
-from moestro.sim.saturation import at_load
-from moestro.sim.scenario import make_scenario, run
+from moestro.sim.results import Results
+from moestro.sim.scenario import at_load, make_scenario, run
 from moestro.sim.settings import SimEngineSettings, SimSettings, WorkloadSettings
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -34,8 +34,7 @@ from statistics import fmean
 import numpy as np
 
 from moestro.config.run_record import run_record
-from moestro.planner.divisions import GpuDivision
-from moestro.planner.memory import memory_of
+from moestro.planner.divisions import GpuDivision, memory_of
 from moestro.planner.plan import launch_of
 from moestro.planner.question import make_question
 from moestro.planner.settings import HardwareSettings, PlanSearchSettings, PlanSettings, TrafficSettings

@@ -4,7 +4,7 @@
 
 Every deployment that fits is estimated and simulated at numbers of requests from few to what fits its memory, for
 several networks, GPUs, lengths and popularities of experts. The search leaves a deployment out if its estimate times an
-allowance (`planner.search.ALLOWANCE`, `ASYNC_ALLOWANCE`) is below a throughput that was simulated. So a quotient of
+allowance (`planner.plan.ALLOWANCE`, `ASYNC_ALLOWANCE`) is below a throughput that was simulated. So a quotient of
 simulated and estimated throughput above the allowance is a deployment that might be left out wrongly. Everything is
 simulated, and the same on every machine.
 """
@@ -16,13 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moestro.config.run_record import run_record
-from moestro.planner.divisions import GpuDivision, divisions_of
-from moestro.planner.estimate import Estimator
-from moestro.planner.memory import memory_of
+from moestro.planner.divisions import GpuDivision, divisions_of, memory_of
+from moestro.planner.plan import ALLOWANCE, ASYNC_ALLOWANCE
 from moestro.planner.question import make_question
-from moestro.planner.search import ALLOWANCE, ASYNC_ALLOWANCE
 from moestro.planner.settings import HardwareSettings, PlanSettings, TrafficSettings
-from moestro.planner.simulated import FittingDivision
+from moestro.planner.simulated import Estimator, FittingDivision
 from moestro.workload.progress import progress
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

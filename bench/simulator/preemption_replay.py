@@ -27,8 +27,7 @@ from moestro.flow.policies.one_queue import in_order
 from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.model.device import TorchDevice
 from moestro.model.settings import ModelSettings
-from moestro.model.staged.staged_device import StagedTorchDevice
-from moestro.model.staged.staged_open import open_staged_device
+from moestro.model.staged.staged_device import StagedTorchDevice, open_staged_device
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from serving.preemption import BUDGET, LENGTHS, NUM_SEQS, Point, Requests, draw

@@ -26,8 +26,8 @@ import numpy as np
 
 from moestro.config.run_record import run_record
 from moestro.core.clock import NS_PER_S
-from moestro.core.experts import expert_pressure
-from moestro.core.experts.expert_pressure import expert_pressures
+from moestro.core.experts import expert_load
+from moestro.core.experts.expert_load import expert_pressures
 from moestro.core.experts.expert_table import spread_evenly
 from moestro.server.experts.expert_signals import HALF_LIFE_NS, PERIOD_S
 
@@ -79,11 +79,11 @@ def visits_of(cells: np.ndarray, num_layers: int) -> np.ndarray:
 @contextmanager
 def prior(value: float) -> Iterator[None]:
     """Use another prior inside the block."""
-    before, expert_pressure.PRIOR_VISITS = expert_pressure.PRIOR_VISITS, value
+    before, expert_load.PRIOR_VISITS = expert_load.PRIOR_VISITS, value
     try:
         yield
     finally:
-        expert_pressure.PRIOR_VISITS = before
+        expert_load.PRIOR_VISITS = before
 
 
 def run(found: list[Domain], rate: int, half_life_s: float, seed: int, sessions: str = "short") -> tuple[float, float]:
@@ -112,7 +112,7 @@ def run(found: list[Domain], rate: int, half_life_s: float, seed: int, sessions:
 
 def sweep(found: list[Domain], num_seeds: int) -> dict[str, dict[str, list[float]]]:
     """Return (error, right) by case and value: means of the seeds."""
-    used = expert_pressure.PRIOR_VISITS
+    used = expert_load.PRIOR_VISITS
     cases = [("half_life_s", value, value, used) for value in HALF_LIVES_S]
     cases += [("prior_visits", value, HALF_LIFE_S, value) for value in PRIORS]
     result: dict[str, dict[str, list[float]]] = {}

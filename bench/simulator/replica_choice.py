@@ -22,9 +22,9 @@ from moestro.config.run_record import run_record
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.cost.gate import PopularityGate
 from moestro.cost.gpus import A100
-from moestro.cost.hf_config import network_named
 from moestro.cost.links import NVSWITCH_A100, Machines, two_phase
-from moestro.cost.popularity import AMOE_RATE, PopularityForm
+from moestro.cost.model import AMOE_RATE, PopularityForm
+from moestro.cost.networks import network_named
 from moestro.cost.roofline import HostCost, Roofline, RooflineSettings
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.registry import make_step_policy

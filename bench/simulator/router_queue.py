@@ -18,9 +18,8 @@ import numpy as np
 
 from moestro.config.run_record import run_record
 from moestro.core.clock import NS_PER_S
-from moestro.sim.figures.results import Results
-from moestro.sim.saturation import at_load
-from moestro.sim.scenario import make_scenario, run
+from moestro.sim.results import Results
+from moestro.sim.scenario import at_load, make_scenario, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings
 from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
 

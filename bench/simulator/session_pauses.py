@@ -18,7 +18,7 @@ import numpy as np
 
 from moestro.config.run_record import run_record
 from moestro.routing.registry import policy_from
-from moestro.sim.figures.results import Results
+from moestro.sim.results import Results
 from moestro.sim.scenario import make_scenario, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings
 from moestro.sim.signals import ChannelSettings, SignalSettings

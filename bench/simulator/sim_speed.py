@@ -30,9 +30,8 @@ import msgspec
 import zstandard
 
 from moestro.config.run_record import run_record
-from moestro.sim.load.workload_settings import WorkloadSettings
 from moestro.sim.scenario import make_scenario, run
-from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings
+from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.results import make_parser, package_version

@@ -26,9 +26,8 @@ from moestro.core.rng import Draws
 from moestro.routing.policies.moestro import Moestro
 from moestro.routing.policy_contract import Choice, RouteView
 from moestro.routing.registry import ROUTE_POLICIES, policy_from
-from moestro.sim.figures.results import Results
-from moestro.sim.saturation import at_load
-from moestro.sim.scenario import make_scenario, run
+from moestro.sim.results import Results
+from moestro.sim.scenario import at_load, make_scenario, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings
 from moestro.sim.signals import ChannelSettings, SignalSettings
 from moestro.workload.generated.sessions import SHAPES

@@ -24,12 +24,10 @@ from moestro.config.run_record import run_record
 from moestro.cost.gpus import gpu_named
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
-from moestro.sim.cluster import Cluster
-from moestro.sim.figures.results import Results
+from moestro.sim.cluster import AtTimes, Cluster
 from moestro.sim.groups.group import Group
-from moestro.sim.load.arrivals import AtTimes
-from moestro.sim.saturation import middle_rate
-from moestro.sim.scenario import Scenario, make_route_policy, make_scenario, route_inputs
+from moestro.sim.results import Results
+from moestro.sim.scenario import Scenario, make_route_policy, make_scenario, middle_rate, route_inputs
 from moestro.sim.settings import SimEngineSettings, SimSettings, WorkloadSettings
 from moestro.workload.generated.sessions import Pace, Sessions
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from moestro.config.run_record import run_record
-from moestro.core.timeline import Timelines
-from moestro.sim.engine_prices import make_prices
-from moestro.sim.load.arrivals import AtTimes
+from moestro.core.clock import Timelines
+from moestro.sim.cluster import AtTimes
+from moestro.sim.groups.group_builder import make_prices
 from moestro.sim.scenario import Scenario, make_bounds, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings
 from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moestro.cost.popularity import PopularityForm
+from moestro.cost.model import PopularityForm
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from serving.async_ep_figures import compared, measured_summary

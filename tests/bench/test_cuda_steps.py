@@ -17,7 +17,7 @@ from transformers import AutoConfig
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from serving import cuda_steps
 
-from moestro.model.loading.load import build_skeleton
+from moestro.model.load import build_skeleton
 from moestro.model.network import Network
 
 SMALL = (

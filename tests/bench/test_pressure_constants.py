@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moestro.core.experts import expert_pressure
+from moestro.core.experts import expert_load
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from simulator import pressure_constants as bench
@@ -34,12 +34,12 @@ def test_more_visits_make_a_better_estimate(found):
 
 
 def test_the_values_in_use_are_swept_and_the_prior_is_put_back(found):
-    before = expert_pressure.PRIOR_VISITS
+    before = expert_load.PRIOR_VISITS
     assert before in bench.PRIORS
     assert bench.HALF_LIFE_S in bench.HALF_LIVES_S
     with bench.prior(5.0):
-        assert expert_pressure.PRIOR_VISITS == 5.0
-    assert before == expert_pressure.PRIOR_VISITS
+        assert expert_load.PRIOR_VISITS == 5.0
+    assert before == expert_load.PRIOR_VISITS
 
 
 def test_visits_are_counted_by_layer_and_expert():

@@ -21,8 +21,8 @@ from support.known_engine import go_first
 from support.running import MOESTRO, Running
 
 from moestro.cost.gpus import gpu_named
-from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
+from moestro.cost.networks import network_named
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.tables import MeasuredCost, load_table
 from moestro.routing.scoring import described_ttft

@@ -17,13 +17,12 @@ import pytest
 import yaml
 
 from moestro.cli import main
-from moestro.cli.placing.placements import filled_slots, first_table
-from moestro.cli.placing.question import make_devices, missing_ranks, spread_sources
+from moestro.cli.placing.question import filled_slots, first_table, make_devices, missing_ranks, spread_sources
 from moestro.cli.placing.settings import DeviceSettings
-from moestro.cli.placing.show import mean_sources
+from moestro.cli.placing.verb import mean_sources
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.cost.hf_config import known_name, network_named
+from moestro.cost.networks import known_name, network_named
 from moestro.errors import ConfigError
 from moestro.placement.placement_file import PlacementFile, table_of_slots
 

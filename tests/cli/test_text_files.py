@@ -14,12 +14,12 @@ from workload.test_profile_readers import GOOD as ROUTED
 from workload.test_profile_readers import READING
 
 from moestro.cli import main
-from moestro.cost.named_parts import read_network
+from moestro.cost.settings import read_network
 from moestro.cost.tables import load_table
 from moestro.errors import UnsupportedModelError
 from moestro.files.checkpoint import read_checkpoint
 from moestro.gateway.discovery.lists import parse_file
-from moestro.sim.load.recorded_engines import read_engines
+from moestro.sim.replay import read_engines
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.access.control import KeyFile
 from moestro.web.record_file import record_key

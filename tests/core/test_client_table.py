@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moestro.core.client_table import ClientTable
+from moestro.core.clients import ClientTable
 
 
 def test_values_of_the_least_recently_used_clients_are_forgotten():

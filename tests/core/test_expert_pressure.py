@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moestro.core.experts.expert_pressure import FULL_WAIT_S, PRIOR_VISITS, expert_pressures
+from moestro.core.experts.expert_load import FULL_WAIT_S, PRIOR_VISITS, expert_pressures
 from moestro.core.experts.expert_table import spread_evenly
 
 MANY = 1e9  # visits against which the prior is nothing

@@ -5,8 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moestro.core.experts.expert_table import EMPTY, experts_of_shares, slots_of_shares, spread_evenly
-from moestro.core.experts.table_message import ExpertLayers, TableMessage
+from moestro.core.experts.expert_table import (
+    EMPTY,
+    ExpertLayers,
+    TableMessage,
+    experts_of_shares,
+    slots_of_shares,
+    spread_evenly,
+)
 from moestro.flow.settings import GroupOptions
 
 

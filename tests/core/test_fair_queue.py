@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moestro.core.fair_queue import FairQueue
+from moestro.core.clients import FairQueue
 
 
 def test_clients_take_turns():

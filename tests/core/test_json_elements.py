@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from moestro.core import json_elements
-from moestro.core.json_elements import MAX_DEPTH, MAX_ELEMENTS, count_elements, has_many_elements, is_too_deep
+from moestro.core import clients
+from moestro.core.clients import MAX_DEPTH, MAX_ELEMENTS, count_elements, has_many_elements, is_too_deep
 
 FAR = 1 << 40
 
@@ -35,14 +35,14 @@ def test_law_the_count_is_that_of_the_decoded_value_wherever_a_block_ends(monkey
     for _ in range(2000):
         whole = value()
         text = json.dumps(whole, ensure_ascii=rng.random() < 0.5).encode()
-        monkeypatch.setattr(json_elements, "SCAN_BYTES", rng.choice([1, 2, 3, 5, 7, 64, 1 << 20]))
-        if json_elements.SCAN_BYTES == 1 and b"\\" in text:
-            monkeypatch.setattr(json_elements, "SCAN_BYTES", 2)
+        monkeypatch.setattr(clients, "SCAN_BYTES", rng.choice([1, 2, 3, 5, 7, 64, 1 << 20]))
+        if clients.SCAN_BYTES == 1 and b"\\" in text:
+            monkeypatch.setattr(clients, "SCAN_BYTES", 2)
         assert count_elements(text, FAR) == elements(whole)
 
 
 def test_the_count_ends_where_it_is_enough():
-    assert 100 <= count_elements(b"[" + b"1," * (8 << 20), 100) <= 2 * json_elements.SCAN_BYTES
+    assert 100 <= count_elements(b"[" + b"1," * (8 << 20), 100) <= 2 * clients.SCAN_BYTES
     assert count_elements(b'["",' * (4 << 20), 100) >= 100
 
 
@@ -72,11 +72,11 @@ def test_law_the_depth_is_that_of_the_decoded_value_wherever_a_block_ends(monkey
         items.insert(rng.randrange(len(items) + 1), value(levels - 1))
         return items if rng.random() < 0.5 else {f"[{i}": item for i, item in enumerate(items)}
 
-    monkeypatch.setattr(json_elements, "MAX_DEPTH", 4)
+    monkeypatch.setattr(clients, "MAX_DEPTH", 4)
     for levels in [*range(9)] * 50:
         whole = value(levels)
         text = json.dumps(whole).encode()
-        monkeypatch.setattr(json_elements, "SCAN_BYTES", rng.choice([2, 3, 5, 7, 64, 1 << 20]))
+        monkeypatch.setattr(clients, "SCAN_BYTES", rng.choice([2, 3, 5, 7, 64, 1 << 20]))
         assert is_too_deep(text) == (depth(whole) > 4), text
 
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from support.moving_tables import random_target
 
-from moestro.core.experts.expert_table import EMPTY, ExpertTable, spread_evenly
+from moestro.core.experts.expert_table import EMPTY, ExpertLayers, ExpertTable, TableMessage, spread_evenly
 from moestro.core.experts.layer_moves import moves_between, rounds_of, with_layer
-from moestro.core.experts.table_message import ExpertLayers, TableMessage
 
 NUM_LAYERS = 4
 

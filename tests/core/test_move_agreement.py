@@ -7,8 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from moestro.core.experts.layer_moves import LayerPlan
-from moestro.core.experts.move_agreement import MoveAction, MoveAgreement
+from moestro.core.experts.layer_moves import LayerPlan, MoveAction, MoveAgreement
 from moestro.errors import InvariantError
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moestro.core.experts.expert_table import ExpertTable, spread_evenly
-from moestro.core.experts.near_experts import expert_shares, visit_shares
+from moestro.core.experts.expert_table import ExpertTable, expert_shares, spread_evenly, visit_shares
 
 
 def test_experts_are_on_the_device_on_the_machine_or_elsewhere():

@@ -7,8 +7,7 @@ from collections import Counter
 
 import pytest
 
-from moestro.core.hashing import HASH_BYTES, split_hashes
-from moestro.core.prefix_tree import BlockRun, PrefixTree
+from moestro.core.hashing import HASH_BYTES, BlockRun, PrefixTree, split_hashes
 
 
 def packed(*numbers: int) -> bytes:

@@ -1,6 +1,6 @@
 import pytest
 
-from moestro.core.script import Script
+from moestro.core.request import Script
 
 
 def test_a_script_ends_after_at_least_one_token():

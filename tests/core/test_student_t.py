@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moestro.core.student_t import student_t_quantile
+from moestro.core.rng import student_t_quantile
 
 # NIST/SEMATECH e-Handbook, table 1.3.6.7.2, to three decimals.
 TABLE = {

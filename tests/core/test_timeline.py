@@ -1,6 +1,6 @@
 import numpy as np
 
-from moestro.core.timeline import Timelines
+from moestro.core.clock import Timelines
 
 
 def test_latencies_of_three_tokens_and_of_one():

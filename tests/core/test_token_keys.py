@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from moestro.core.token_keys import domains_of, named_request_key, request_key, request_keys, token_keys
+from moestro.core.work import domains_of, named_request_key, request_key, request_keys, token_keys
 
 
 def keys_of(requests, start, num_tokens):

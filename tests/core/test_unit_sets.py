@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.random_units import random_units, unit_by_unit
 
-from moestro.core.unit_sets import select_units, token_spans
+from moestro.core.work import select_units, token_spans
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -7,11 +7,9 @@ A column dN is N decodes on each rank, pN one prefill chunk of N tokens on each.
 import numpy as np
 import pytest
 
-from moestro.cost.gating import even_gating
 from moestro.cost.gpus import gpu_named
-from moestro.cost.hf_config import network_named
-from moestro.cost.model import Batch
-from moestro.cost.popularity import zipf_popularity
+from moestro.cost.model import Batch, even_gating, zipf_popularity
+from moestro.cost.networks import network_named
 from moestro.cost.roofline import HostCost, Roofline, RooflineSettings
 
 COLUMNS = [

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moestro.core.token_keys import request_key
-from moestro.cost.ahead_gate import AheadGate
-from moestro.cost.gate import CellIndex, DecodeChoices, PopularityGate, RecordedGate
-from moestro.cost.popularity import AMOE_RATE, PopularityForm, exponential_popularity, zipf_popularity
+from moestro.core.work import request_key
+from moestro.cost.gate import AheadGate, CellIndex, DecodeChoices, PopularityGate, RecordedGate
+from moestro.cost.model import AMOE_RATE, PopularityForm, exponential_popularity, zipf_popularity
 
 
 def tokens(n: int, number: int = 0, domain: int = 0) -> np.ndarray:

@@ -5,14 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moestro.cost.gating import even_gating, placed_gating
 from moestro.cost.gpus import GPUS
-from moestro.cost.hf_config import CONFIGS, network_named
-from moestro.cost.kernels import twice_num_pairs
-from moestro.cost.model import Batch
-from moestro.cost.popularity import zipf_popularity
-from moestro.cost.roofline import Roofline, RooflineSettings
-from moestro.cost.staged_engines import amoe, qllm
+from moestro.cost.model import Batch, even_gating, placed_gating, zipf_popularity
+from moestro.cost.networks import CONFIGS, network_named
+from moestro.cost.roofline import Roofline, RooflineSettings, twice_num_pairs
+from moestro.cost.tables import amoe, qllm
 
 NAMES = sorted(CONFIGS)
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from moestro.core.experts.hops import HOP_RECORD
-from moestro.cost.hf_config import network_named
+from moestro.core.stages import HOP_RECORD
 from moestro.cost.links import (
     EFA_P4D,
     INFINIBAND_HDR,
@@ -15,6 +14,7 @@ from moestro.cost.links import (
     link_named,
     two_phase,
 )
+from moestro.cost.networks import network_named
 from moestro.errors import ConfigError
 
 

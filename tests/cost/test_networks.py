@@ -6,9 +6,17 @@ from pathlib import Path
 import pytest
 
 import moestro
-from moestro.cost.capacity import WORKSPACE_BYTES, check_experts_fit, kv_blocks, worker_kv_blocks
-from moestro.cost.gpus import A100, A100_40G, H20, gpu_named
-from moestro.cost.hf_config import CONFIGS, network_from_config, network_named
+from moestro.cost.gpus import (
+    A100,
+    A100_40G,
+    H20,
+    WORKSPACE_BYTES,
+    check_experts_fit,
+    gpu_named,
+    kv_blocks,
+    worker_kv_blocks,
+)
+from moestro.cost.networks import CONFIGS, network_from_config, network_named
 from moestro.errors import ConfigError
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moestro.core.script import Script
+from moestro.core.request import Script
 from moestro.core.work import LOGITS_LAST, LOGITS_NONE, SAMPLING_ROW, BlockMoves, Forward, Units
 from moestro.cost.priced_device import PricedDevice, ScriptedDevice
 from moestro.errors import InvariantError

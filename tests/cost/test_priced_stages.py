@@ -8,18 +8,16 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from moestro.core.script import Script
+from moestro.core.request import Script
 from moestro.core.stages import Attention, Experts, ExpertsDone, Merges, Passage, Sample, Stopped
-from moestro.core.token_keys import request_key
-from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, BlockMoves, Units
+from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, BlockMoves, Units, request_key
 from moestro.cost.gate import PopularityGate
 from moestro.cost.gpus import H20
-from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
-from moestro.cost.priced_device import Scripts
-from moestro.cost.priced_stages import HostOverhead, PricedStages, StageSetup, whole_setup, worker_shape
+from moestro.cost.networks import network_named
+from moestro.cost.priced_device import HostOverhead, PricedStages, Scripts, StageSetup, whole_setup, worker_shape
 from moestro.cost.roofline import Roofline, RooflineSettings
-from moestro.cost.staged_engines import qllm
+from moestro.cost.tables import qllm
 
 COST = qllm()
 NOTHING = np.empty(0, np.int32)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from moestro.cost.gpus import A100_40G
-from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
+from moestro.cost.networks import network_named
 from moestro.cost.roofline import Roofline, RooflineSettings
-from moestro.cost.staged_engines import amoe, qllm
+from moestro.cost.tables import amoe, qllm
 
 MQA = network_named("mixtral-8x7b-mqa")
 

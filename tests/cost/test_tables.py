@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from moestro.cost import tables
 from moestro.cost.gpus import gpu_named
-from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
+from moestro.cost.networks import network_named
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.tables import (
     FORMAT,

@@ -5,13 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moestro.cost.collectives import all_reduce
 from moestro.cost.gpus import A100
-from moestro.cost.hf_config import CONFIGS, network_from_config, network_named
-from moestro.cost.links import NVSWITCH_A100
+from moestro.cost.links import NVSWITCH_A100, all_reduce
 from moestro.cost.model import Batch
+from moestro.cost.networks import CONFIGS, network_from_config, network_named, network_share
 from moestro.cost.roofline import Roofline, RooflineSettings
-from moestro.cost.tensor_parallel import network_share
 from moestro.errors import ConfigError
 
 MIXTRAL, MQA, DEEPSEEK = (network_named(name) for name in ("mixtral-8x7b", "mixtral-8x7b-mqa", "deepseek-v3"))

@@ -50,7 +50,7 @@ def split(device, monkeypatch) -> int:
     if device.type == "cuda":
         return tiles.SPLIT
     monkeypatch.setattr("moestro.model.cuda.functions.SPLIT", SMALL_SPLIT)
-    monkeypatch.setattr("moestro.model.cuda.units.SPLIT", SMALL_SPLIT)
+    monkeypatch.setattr("moestro.model.cuda.tiles.SPLIT", SMALL_SPLIT)
     return SMALL_SPLIT
 
 

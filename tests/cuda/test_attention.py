@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.cuda_cases import AttentionCase, Part, bound_of, error_of, make_form, random
 
-from moestro.model.cuda import units
+from moestro.model.cuda import tiles
 from moestro.model.cuda.functions import CudaKernels
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -97,7 +97,7 @@ def test_tiles_of_any_rows_give_the_same_bits(size, value_size, dtype, device, s
     chunk = [Part(split + 4, 20)]
     plain = AttentionCase(kernels, form, chunk).found()
     for rows in (16, 32):
-        monkeypatch.setattr(units, "WIDE_ROWS", rows)
+        monkeypatch.setattr(tiles, "WIDE_ROWS", rows)
         assert torch.equal(AttentionCase(kernels, form, chunk).found(), plain)
 
 

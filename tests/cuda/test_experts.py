@@ -7,7 +7,7 @@ import torch
 from support.cuda_cases import NAN, ExpertCase, bound_of, error_of, random
 from torch import Tensor
 
-from moestro.model.cuda import experts
+from moestro.model.cuda import functions
 from moestro.model.cuda.functions import CudaKernels
 from moestro.model.cuda.tiles import Tile
 
@@ -46,7 +46,7 @@ def test_the_stream_is_added_to_the_rounded_sum(dtype, device):
 
 
 def test_more_pairs_than_one_program_sorts_at_once_are_close_to_float64(device, monkeypatch):
-    monkeypatch.setattr(experts, "_MOST_SORTED", 32)
+    monkeypatch.setattr(functions, "_MOST_SORTED", 32)
     case = ExpertCase(CudaKernels(device, torch.float32), 3, 16, 16)
     rows, (ids, weights) = case.rows(70), case.choice(70, 2)
     assert error_of(case.weighted_sum(rows, ids, weights), case.wanted(rows, ids, weights)) < 2e-6
@@ -68,7 +68,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_tile(dtype, clamp, device, mon
         part = case.weighted_sum(rows[begin:end], ids[begin:end], weights[begin:end])
         assert torch.equal(part, whole[begin:end])
     for tile in TILES:
-        monkeypatch.setattr(experts, "expert_tile", lambda *_, tile=tile: tile)
+        monkeypatch.setattr(functions, "expert_tile", lambda *_, tile=tile: tile)
         assert torch.equal(case.weighted_sum(rows, ids, weights), whole), tile
 
 

@@ -9,11 +9,10 @@ from support.cuda_cases import NAN, ExpertCase, random
 from support.quantized_checkpoints import quantize
 from torch import Tensor
 
-from moestro.model.cuda import experts, functions
-from moestro.model.cuda.experts import CudaExperts, ExpertWeightTable
-from moestro.model.cuda.functions import CudaKernels
+from moestro.model.cuda import functions
+from moestro.model.cuda.functions import CudaExperts, CudaKernels, ExpertWeightTable
 from moestro.model.cuda.tiles import Tile
-from moestro.model.float8 import Float8Weight, ScaleBlock
+from moestro.model.tensors import Float8Weight, ScaleBlock
 
 # The tile inside a block, over several rows of blocks, over several columns, and a block of the published size.
 BLOCKS = [ScaleBlock(64, 64), ScaleBlock(8, 32), ScaleBlock(24, 40), ScaleBlock(128, 128)]
@@ -43,7 +42,7 @@ def test_a_dequantised_weight_is_each_number_times_the_scale_of_its_block_rounde
             wanted[out, at] = weight.numbers[out, at].float() * weight.scales[out // 8, at // 16]
     assert weight.scales.shape == (3, 3)
     for size in (1 << 24, 1):  # in one strip, and in one for each row of blocks
-        monkeypatch.setattr("moestro.model.float8._STRIP_NUMBERS", size)
+        monkeypatch.setattr("moestro.model.tensors._STRIP_NUMBERS", size)
         assert torch.equal(weight.dequantised(torch.float32), wanted)
         assert torch.equal(weight.dequantised(torch.bfloat16), wanted.to(torch.bfloat16))
 
@@ -143,7 +142,7 @@ def test_experts_have_the_bits_of_dequantised_ones_in_any_batch_and_tile(block, 
     for own, out in ((case.packed, found), (case.experts, wanted)):
         assert own.answers([(2, 5), (0, 7)], rows, out) == 12
     assert torch.equal(found, wanted)
-    monkeypatch.setattr(experts, "expert_tile", lambda *_: Tile(16, 128, 16, 8, 2))
+    monkeypatch.setattr(functions, "expert_tile", lambda *_: Tile(16, 128, 16, 8, 2))
     assert torch.equal(case.packed.weighted_sum(rows, ids, weights, case.counts()), whole)
 
 

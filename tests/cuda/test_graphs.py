@@ -13,11 +13,11 @@ from support.imitated_graph import imitate_graphs
 from torch.overrides import TorchFunctionMode
 
 from moestro.model.attention import STEP_ARGUMENT
-from moestro.model.cuda import graphs, step_memory, units
+from moestro.model.cuda import graphs, tiles
 from moestro.model.cuda.exchange import CudaExchange
 from moestro.model.cuda.functions import CudaKernels
-from moestro.model.cuda.launch import replace_launcher
-from moestro.model.cuda.step_memory import GraphShape
+from moestro.model.cuda.graphs import GraphShape
+from moestro.model.cuda.tiles import replace_launcher
 from moestro.model.network import Network
 from moestro.model.step import PagedStep
 
@@ -48,7 +48,7 @@ def test_replayed_steps_have_the_bits_of_launched_ones(family, tmp_path, device,
     """Decodes and chunks in random company, in graphs that they do not fill, and without graphs."""
     if device.type == "cpu":
         imitate_graphs(monkeypatch)
-    for module in (step_memory, units):
+    for module in (graphs, tiles):
         monkeypatch.setattr(module, "WIDE_QUERIES", 4)
     monkeypatch.setattr(graphs, "graph_shapes", lambda *_: [GraphShape(6), GraphShape(12, has_chunks=True)])
     monkeypatch.setattr(graphs, "_LONGER_STEPS", (20,))  # more take a minute in an interpreter

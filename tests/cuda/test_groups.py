@@ -15,8 +15,7 @@ from moestro.flow.policies.one_queue import in_order
 from moestro.model import device as device_under_test
 from moestro.model.cuda import exchange
 from moestro.model.cuda.exchange import CudaExchange
-from moestro.model.cuda.experts import CudaExperts
-from moestro.model.cuda.functions import CudaKernels
+from moestro.model.cuda.functions import CudaExperts, CudaKernels
 from moestro.model.experts import expert_open
 from moestro.model.experts.routed import in_place_of
 from moestro.model.experts.spread_device import SpreadExperts

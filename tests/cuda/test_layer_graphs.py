@@ -31,8 +31,8 @@ from moestro.core.work import StepResult, Units
 from moestro.model.cuda import exchange, layer_graphs
 from moestro.model.cuda.exchange import CudaExchange
 from moestro.model.cuda.functions import CudaKernels
-from moestro.model.cuda.launch import replace_launcher
-from moestro.model.cuda.step_memory import GraphShape
+from moestro.model.cuda.graphs import GraphShape
+from moestro.model.cuda.tiles import replace_launcher
 from moestro.model.network import Network
 from moestro.model.staged.staged_device import StagedTorchDevice
 from moestro.model.staged.staged_network import StagedNetwork

@@ -9,7 +9,7 @@ from support.fake_device import KvDevice, expected_prompt_logprobs, expected_tok
 from moestro.core.request import ServiceClass
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.host_tier import HostTier
-from moestro.engine.policies.eviction import LeastComputedBeFirst
+from moestro.engine.policies.batching import LeastComputedBeFirst
 from moestro.engine.rank import Rank, build_rank
 from moestro.engine.sequences import Sequence
 from moestro.engine.settings import SchedulerSettings

@@ -8,8 +8,7 @@ import pytest
 from support import fake_device
 
 from moestro.core.request import FinishReason
-from moestro.engine.cache_events import CacheEvents, RemovedBlocks, StoredBlocks
-from moestro.engine.rank import build_rank
+from moestro.engine.rank import CacheEvents, RemovedBlocks, StoredBlocks, build_rank
 from moestro.engine.settings import SchedulerSettings
 
 POISON = fake_device.VOCAB_SIZE + 1  # which it never answers itself

@@ -7,9 +7,7 @@ from moestro.core.order_contract import Admitted
 from moestro.core.request import Request, SamplingParams
 from moestro.core.views import WaitingView
 from moestro.engine.block_pool import BlockPool
-from moestro.engine.policies.ordering.ageing import PrefillAware, Sjf
-from moestro.engine.policies.ordering.basic import Fcfs
-from moestro.engine.policies.ordering.weighted_fair import WeightedFair
+from moestro.engine.policies.ordering import Fcfs, PrefillAware, Sjf, WeightedFair
 from moestro.engine.registry import ORDER_POLICIES
 from moestro.engine.sequences import Sequence
 from moestro.engine.waiting import MAX_LOOKED_UP, WaitingQueue

@@ -10,9 +10,8 @@ from support.fake_group import IS_SPARSE, NUM_EXPERTS, FakeGroup
 from support.fake_stages import expected_tokens, make_shape
 
 from moestro.core.experts.expert_table import ExpertTable, spread_evenly
-from moestro.core.experts.hops import REPLY, Hop, HopMessage
 from moestro.core.request import ServiceClass
-from moestro.core.stages import StageShape
+from moestro.core.stages import REPLY, Hop, HopMessage, StageShape
 from moestro.flow.dispatcher import Dispatcher, PeerSettings
 from moestro.flow.guest_desk import GuestDesk
 from moestro.flow.guests import Guests

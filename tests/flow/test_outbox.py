@@ -10,8 +10,7 @@ from support.fake_group import IS_SPARSE, NUM_EXPERTS
 from support.random_units import units_of
 
 from moestro.core.experts.expert_table import spread_evenly
-from moestro.core.experts.hops import HOP_RECORD, REPLY, Hop
-from moestro.core.stages import StageShape
+from moestro.core.stages import HOP_RECORD, REPLY, Hop, StageShape
 from moestro.core.views import BE, LS
 from moestro.flow.dispatcher import Dispatcher, Outbox, PeerSettings, make_parcel
 from moestro.flow.token_pool import TokenPool

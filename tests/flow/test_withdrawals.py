@@ -7,8 +7,7 @@ import pytest
 from support.fake_group import IS_SPARSE, NUM_EXPERTS
 
 from moestro.core.experts.expert_table import spread_evenly
-from moestro.core.experts.hops import DISPATCH, HOP_RECORD, Hop, HopMessage
-from moestro.core.stages import Experts, ExpertsDone, StageShape
+from moestro.core.stages import DISPATCH, HOP_RECORD, Experts, ExpertsDone, Hop, HopMessage, StageShape
 from moestro.core.views import BE, LS, Run, StepFunction
 from moestro.flow.core import FlowCore
 from moestro.flow.dispatcher import PeerSettings

@@ -14,9 +14,8 @@ from rich.console import Console
 from support.running import MOESTRO, REAL, Running, call_admin, complete, free_port, metrics, wait_until
 
 from moestro.cli.recorded.replay import replay_records
-from moestro.core.experts.expert_pressure import expert_pressures
-from moestro.core.experts.expert_table import spread_evenly
-from moestro.core.experts.near_experts import DISTANCES
+from moestro.core.experts.expert_load import expert_pressures
+from moestro.core.experts.expert_table import DISTANCES, spread_evenly
 from moestro.routing.decision_record import Reported, decode_entry, encode_entry, replay
 
 # Real processes and messages; the devices are modelled and answer without torch. The network has 8 experts, top-1.

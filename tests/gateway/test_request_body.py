@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from robustness.strangers.nasty_json import BODIES, nasty_body
 from support.fake_rank import INFO
 
+from moestro.core.clients import MAX_ELEMENTS
 from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, hash_text, split_hashes
-from moestro.core.json_elements import MAX_ELEMENTS
 from moestro.gateway.clients import request_body
 from moestro.gateway.clients.http_headers import Incoming, RequestHead
 from moestro.gateway.clients.paths import BATCH_PATH, CHAT_PATH

@@ -23,9 +23,8 @@ from moestro.routing.decision_log import Attempt, RequestTrace
 from moestro.routing.decision_record import PolicyText, RecordedRouter, RequestEnded, Submitted, decode_entry, replay
 from moestro.routing.in_flight import PeerRequest
 from moestro.routing.settings import RouterSettings
-from moestro.sim.load.recorded_engines import WhatIfSettings, read_engines
-from moestro.sim.load.router_record import is_router_record, read_router_record
-from moestro.sim.replay import what_if
+from moestro.sim.records import is_router_record, read_router_record
+from moestro.sim.replay import WhatIfSettings, read_engines, what_if
 
 COST = "h20/qwen3-30b-a3b"
 

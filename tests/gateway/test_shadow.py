@@ -23,9 +23,8 @@ from moestro.gateway.part_settings import ShadowSettings
 from moestro.gateway.settings import EngineSettings, RecordSettings, RouteSettings
 from moestro.gateway.shadow import LogFollower, LoggedAnswer, read_line
 from moestro.routing.decision_record import EngineCounted, Served, Submitted, decode_entry, replay
-from moestro.sim.load.recorded_engines import WhatIfSettings
-from moestro.sim.load.shadow_record import is_shadow_record, read_shadow_record
-from moestro.sim.shadow import shadow_what_if
+from moestro.sim.records import is_shadow_record, read_shadow_record
+from moestro.sim.replay import WhatIfSettings, shadow_what_if
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "proxies"
 TURN = "A shadow sees what passes, and says nothing. " * 60

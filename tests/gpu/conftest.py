@@ -15,8 +15,8 @@ import torch
 from parity.conftest import checkpoint
 from support import imitated_accelerator
 
-from moestro.model.accelerator import prepare
 from moestro.model.network import Network
+from moestro.model.tensors import prepare
 
 __all__ = ["checkpoint"]
 

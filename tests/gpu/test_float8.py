@@ -17,12 +17,11 @@ from support import imitated_accelerator
 from support.fake_device import make_request
 from support.quantized_checkpoints import fp8_twins
 
+from moestro.model import load
 from moestro.model.device import open_device
-from moestro.model.experts.expert_files import read_experts
-from moestro.model.experts.expert_slots import read_expert, write_expert
-from moestro.model.experts.layer_mover import from_bytes, num_expert_bytes, to_bytes
-from moestro.model.float8 import FLOAT8, Float8Linear, ScaleBlock
-from moestro.model.loading import load
+from moestro.model.experts.expert_open import read_experts
+from moestro.model.experts.expert_slots import from_bytes, num_expert_bytes, read_expert, to_bytes, write_expert
+from moestro.model.tensors import FLOAT8, Float8Linear, ScaleBlock
 
 pytest.importorskip("triton")
 

@@ -13,7 +13,6 @@ from support.fake_device import copy_blocks
 
 from moestro.core.work import BlockMoves
 from moestro.errors import ConfigError
-from moestro.model import host_pools
 from moestro.model.pools import KVPools
 
 NUM_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE, NUM_LAYERS = 12, 17, 3, 2
@@ -71,8 +70,8 @@ def _check_history(seed: int, pools: KVPools, dtype: torch.dtype, forbid_waits: 
 def test_random_moves_and_steps_leave_what_a_plain_copy_leaves(seed, num_staged, dtype, accelerator, monkeypatch):
     """The imitated accelerator fails where no event orders the streams."""
     pools = _pools(accelerator.device, dtype)
-    monkeypatch.setattr(host_pools, "_STAGING_BYTES", num_staged * pools.bytes_per_block)
-    monkeypatch.setattr(host_pools, "_SLAB_BYTES", 5 * pools.bytes_per_block)
+    monkeypatch.setattr("moestro.model.pools._STAGING_BYTES", num_staged * pools.bytes_per_block)
+    monkeypatch.setattr("moestro.model.pools._SLAB_BYTES", 5 * pools.bytes_per_block)
     _check_history(seed, pools, dtype, accelerator.forbid_waits)
 
 

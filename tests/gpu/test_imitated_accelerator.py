@@ -10,8 +10,7 @@ from support import imitated_accelerator
 from support.imitated_accelerator import DEVICE, RaceError, WaitedError, forbid_waits, num_waits, set_card
 
 from moestro.core.work import Forward
-from moestro.model.accelerator import prepare
-from moestro.model.upload import upload
+from moestro.model.tensors import prepare, upload
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,10 @@ from parity.test_non_finite import check_that_nan_ends_alone, poisoned_network
 from support.fake_device import make_request
 from support.plain_grammar import PATTERNS, backend, light
 
-from moestro.core.grammar import MaskRequest
+from moestro.core.request import MaskRequest
 from moestro.core.work import Forward, LogitEdits, Units
 from moestro.model.device import open_device
-from moestro.model.results import to_host
+from moestro.model.step import to_host
 
 # Largest difference of float32 logits of size 1 to 10 from those of a CPU, whose kernels add in another order.
 LOGITS_TOLERANCE = 1e-4

@@ -17,13 +17,11 @@ from transformers import AutoModelForCausalLM
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.core.work import LOGITS_LAST, Units
 from moestro.errors import ConfigError
-from moestro.model import card_memory
-from moestro.model.card_memory import trial_units
-from moestro.model.device import open_device
+from moestro.model.device import open_device, trial_units
 from moestro.model.experts.expert_open import open_expert_device
-from moestro.model.experts.worker_share import WorkerShare
+from moestro.model.network import WorkerShare
 from moestro.model.settings import LocalRank
-from moestro.model.staged.staged_open import open_staged_device
+from moestro.model.staged.staged_device import open_staged_device
 
 __all__ = ["checkpoint"]
 
@@ -88,7 +86,7 @@ def test_the_kv_cache_is_what_the_share_leaves_and_the_largest_step_still_fits(
         checkpoint(family), device="cuda", num_gpu_blocks_override=None, gpu_memory_utilization=utilization
     )
     local = LocalRank(rank=0, num_ranks=num_ranks, max_tokens=LOCAL.max_tokens, max_seqs=LOCAL.max_seqs)
-    monkeypatch.setattr(card_memory, "_CONTEXT_BYTES", 5 * MIB)
+    monkeypatch.setattr("moestro.model.device._CONTEXT_BYTES", 5 * MIB)
     device, info = open_device(settings, local=local)
     card = info.card
     assert card is not None

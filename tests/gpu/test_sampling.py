@@ -10,15 +10,14 @@ from support.fake_device import make_request
 from support.plain_grammar import PATTERNS, backend, light
 from support.plain_sampling import random_wishes
 
-from moestro.core.grammar import MaskRequest
+from moestro.core.request import MaskRequest
 from moestro.core.rng import stream_state, uniform
 from moestro.core.work import LogitEdits
 from moestro.engine.logit_edits import SequenceEdits, join_edits
 from moestro.engine.sequences import sampling_row
 from moestro.model import sampler
-from moestro.model.logit_edits import edit_logits
-from moestro.model.sampler import find_peaks, measure_logprobs, sample
-from moestro.model.upload import upload
+from moestro.model.sampler import edit_logits, find_peaks, measure_logprobs, sample
+from moestro.model.tensors import upload
 
 ROWS = 48
 NOTHING = np.empty(0, np.int32)

@@ -17,11 +17,10 @@ from support.imitated_nccl import ImitatedNccl
 from support.running import PATIENCE_S, wait_until
 from torch import distributed
 
-from moestro.model.channels import tensor_channel
-from moestro.model.channels.tensor_channel import TensorChannel, TensorChannels
-from moestro.model.channels.tensor_frames import TorchFrames
-from moestro.model.channels.transport import CPU, choose_backend, describe_backend, name_device
-from moestro.model.experts.expert_exchange import GroupExchange, GroupPlace
+from moestro.model import channels
+from moestro.model.channels import CPU, TensorChannel, TensorChannels, choose_backend, describe_backend, name_device
+from moestro.model.experts.expert_slots import GroupExchange, GroupPlace
+from moestro.model.staged.staged_device import TorchFrames
 
 OTHER = "another card"
 
@@ -165,7 +164,7 @@ def test_the_memory_of_a_receive_is_not_read_before_it_has_ended(ends):
 
 
 def test_a_receive_without_a_send_ends_by_an_abort_and_breaks_the_channel(nccl, monkeypatch):
-    monkeypatch.setattr(tensor_channel, "TRANSFER_S", 1.0)
+    monkeypatch.setattr(channels, "TRANSFER_S", 1.0)
     with contextlib.closing(Ends()) as both:
         both.ends[1].expect(5)
         wait_until(lambda: both.ends[1].is_broken)

@@ -18,8 +18,7 @@ from support import plain_grammar
 from support.plain_grammar import ENDS, PATTERNS, Patience, backend, light, token_texts
 from support.running import wait_until
 
-from moestro.core.grammar import Grammar, MaskRequest
-from moestro.core.request import SamplingParams
+from moestro.core.request import Grammar, MaskRequest, SamplingParams
 from moestro.grammar import backend as backend_module
 from moestro.grammar import host as host_module
 from moestro.grammar import host_process

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moestro.core.grammar import Grammar
+from moestro.core.request import Grammar
 from moestro.grammar import checker as checker_module
 from moestro.grammar.checker import MAX_CHECKS, MAX_TRIES, GrammarChecker, GrammarVerdict
 from moestro.grammar.compiler import VocabularySource

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from moestro.core.grammar import Grammar
+from moestro.core.request import Grammar
 from moestro.grammar.compiler import MAX_JSON_SPACES, GrammarCompiler, GrammarError, VocabularySource
 
 

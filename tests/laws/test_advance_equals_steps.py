@@ -23,7 +23,7 @@ from moestro.engine.decode_horizon import DecodeJumps, Horizon
 from moestro.engine.registry import BATCH_POLICIES, ORDER_POLICIES
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
-from moestro.engine.step_output import StepOutput
+from moestro.engine.steps import StepOutput
 
 
 def block_name(*parts) -> bytes:

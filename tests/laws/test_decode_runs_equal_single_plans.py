@@ -17,7 +17,7 @@ from moestro.core.views import BatchLimits, BatchView
 from moestro.core.work import Plan, StepResult, Units
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
-from moestro.engine.step_output import StepOutput, outputs_of
+from moestro.engine.steps import StepOutput, outputs_of
 from moestro.wire.messages import Outputs, decode_from_rank, encode
 
 BLOCK_SIZE, LONGEST, NUM_REQUESTS = 4, 60, 10

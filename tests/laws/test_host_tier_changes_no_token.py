@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.examples import num_examples
 from support.fake_device import VOCAB_SIZE, KvDevice, expected_tokens, make_request
 
-from moestro.engine.load_prices import LinearPrices, MeasuredPrices
+from moestro.engine.host_tier import LinearPrices, MeasuredPrices
 from moestro.engine.rank import Rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import CopyError

@@ -8,8 +8,7 @@ from support.fake_device import KvDevice, make_request
 from support.fake_publisher import Sink
 
 from moestro.core.hashing import split_hashes
-from moestro.engine.cache_events import CacheEvents, changes_of
-from moestro.engine.rank import build_rank
+from moestro.engine.rank import CacheEvents, build_rank, changes_of
 from moestro.engine.settings import SchedulerSettings
 from moestro.routing.kv_events import KvFeed, KvFeedSettings
 from moestro.wire.kv_names import NamingRules

@@ -15,7 +15,7 @@ from support.late_masks import LateMasks
 from support.plain_grammar import PATTERNS, light
 from support.policy_text import policy_text
 
-from moestro.core.grammar import Grammar
+from moestro.core.request import Grammar
 from moestro.engine.rank import Rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 

@@ -14,17 +14,16 @@ from support.examples import num_examples
 
 from moestro.core.clock import FOREVER_NS
 from moestro.core.hashing import HASH_BYTES, split_hashes
-from moestro.core.request import FinishReason, Request, SamplingParams
-from moestro.core.script import Script
+from moestro.core.request import FinishReason, Request, SamplingParams, Script
 from moestro.cost.gpus import H20
-from moestro.cost.hf_config import network_named
+from moestro.cost.networks import network_named
 from moestro.cost.priced_device import PricedDevice
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.engine.decode_horizon import DecodeJumps
-from moestro.engine.fused import FusedExecutor
+from moestro.engine.rank import FusedExecutor
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
-from moestro.engine.step_output import StepOutput
+from moestro.engine.steps import StepOutput
 
 BLOCK_SIZE = 4
 COST = Roofline(RooflineSettings(network=network_named("gpt-oss-20b"), gpu=H20))

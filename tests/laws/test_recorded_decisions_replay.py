@@ -22,7 +22,7 @@ from moestro.core.scheduling_events import (
     SequencePreempted,
     SequenceQueued,
 )
-from moestro.engine.decision_replay import DecisionReplay
+from moestro.engine.event_recorder import DecisionReplay
 from moestro.engine.rank import build_rank, recorder_of
 from moestro.engine.settings import SchedulerSettings
 

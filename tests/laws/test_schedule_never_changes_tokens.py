@@ -20,8 +20,7 @@ from support.plain_sampling import random_wishes
 from support.policy_text import policy_text
 
 from moestro.core.request import ServiceClass, packed_tokens
-from moestro.engine.fused import FusedExecutor
-from moestro.engine.rank import build_rank
+from moestro.engine.rank import FusedExecutor, build_rank
 from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings

@@ -15,8 +15,7 @@ from support.fake_device import VOCAB_SIZE, KvDevice, expected_prompt_logprobs, 
 from support.late_masks import LateMasks
 from support.plain_grammar import PATTERNS, backend, light
 
-from moestro.core.grammar import Grammar
-from moestro.core.request import ServiceClass, packed_tokens
+from moestro.core.request import Grammar, ServiceClass, packed_tokens
 from moestro.core.work import FROM_STEP_BEFORE, LOGITS_LAST
 from moestro.engine.rank import NextStep, build_rank
 from moestro.engine.settings import SchedulerSettings

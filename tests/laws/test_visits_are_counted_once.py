@@ -16,7 +16,7 @@ from support.step_policies import Random
 from moestro.core.scheduling_events import SequenceLeft
 from moestro.core.work import range_ends
 from moestro.engine.rank import recorder_of
-from moestro.model.experts.expert_visits import ExpertVisitCounter
+from moestro.model.step import ExpertVisitCounter
 
 
 @settings(max_examples=num_examples(4, thorough=8))

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT
-from moestro.cost.hf_config import network_named
+from moestro.cost.networks import network_named
 from moestro.errors import ConfigError
-from moestro.model.card_memory import CardUse, trial_units
+from moestro.model.device import CardUse, trial_units
 from moestro.model.settings import LocalRank
 
 GIB = 1 << 30

@@ -13,10 +13,10 @@ from parity import drive, tiny
 from moestro.core.request import SamplingDefaults
 from moestro.core.work import LOGITS_LAST, LOGITS_NONE, Forward
 from moestro.errors import ConfigError, UnsupportedModelError
-from moestro.model.accelerator import choose_device
 from moestro.model.device import open_device
 from moestro.model.sampler import sample
 from moestro.model.settings import ModelSettings
+from moestro.model.tensors import choose_device
 
 PARTS = [(0, [5, 6, 7, 8, 9]), (0, [10, 11, 12])]
 TABLES = [[0, 1], [2, 3]]

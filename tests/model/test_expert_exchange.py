@@ -9,7 +9,7 @@ from support.loaded_processes import LOADED
 from torch import distributed
 
 from moestro.errors import GroupLostError
-from moestro.model.experts.expert_exchange import GroupExchange, GroupPlace
+from moestro.model.experts.expert_slots import GroupExchange, GroupPlace
 
 _COUNTS = torch.zeros(2, 1, dtype=torch.int64)
 

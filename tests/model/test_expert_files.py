@@ -15,11 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from moestro.core.experts.expert_table import EMPTY
 from moestro.errors import UnsupportedModelError
-from moestro.model.experts.expert_files import read_experts
+from moestro.model.experts.expert_open import TorchSlots, read_experts
 from moestro.model.experts.expert_slots import read_expert
 from moestro.model.experts.routed import tag_of
-from moestro.model.experts.slot_memory import TorchSlots
-from moestro.model.experts.worker_share import WorkerShare
+from moestro.model.network import WorkerShare
 from moestro.model.settings import ModelSettings
 
 pytestmark = pytest.mark.transformers

@@ -7,8 +7,7 @@ import torch
 from parity import tiny
 from support.own_kernels import kernels
 
-from moestro.model.experts.expert_parts import split_experts
-from moestro.model.experts.expert_pieces import PIECE_S, READ_RATES, PieceMeter
+from moestro.model.experts.expert_pieces import PIECE_S, READ_RATES, PieceMeter, split_experts
 from moestro.model.experts.routed import sum_experts
 from moestro.model.kernels.exchange import KernelExchange
 

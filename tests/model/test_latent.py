@@ -8,11 +8,10 @@ import torch
 from parity import drive, tiny
 from support.quantized_checkpoints import fp8_twins
 
-from moestro.cost.hf_config import network_from_config
-from moestro.model.attention import LATENT, PAGED, PLAIN
+from moestro.cost.networks import network_from_config
+from moestro.model.attention import LATENT, PAGED, PLAIN, compress_attention
 from moestro.model.check import check_against_reference
 from moestro.model.device import open_device
-from moestro.model.latent import compress_attention
 
 pytestmark = pytest.mark.transformers
 
@@ -93,7 +92,7 @@ def test_an_up_projection_with_a_bias_keeps_k_and_v_expanded(tmp_path):
 def test_compressed_and_expanded_networks_agree_to_the_last_digits(family, attention, tmp_path, monkeypatch):
     directory = tiny.save_checkpoint(tmp_path, tiny.make_config(family))
     compressed = tiny.load(directory, dtype="float64")
-    monkeypatch.setattr("moestro.model.loading.load.compress_attention", lambda model: "")
+    monkeypatch.setattr("moestro.model.load.compress_attention", lambda model: "")
     expanded = tiny.load(directory, dtype="float64")
     compressed.model.set_attn_implementation(attention)
     for one, other in zip(_sequences(compressed), _sequences(expanded), strict=True):

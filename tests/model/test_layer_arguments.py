@@ -6,7 +6,7 @@ import torch
 
 from moestro.model.check import paged_units
 from moestro.model.pools import KVPools
-from moestro.model.staged.layer_arguments import ColumnForm, LayerArguments
+from moestro.model.staged.arena import ColumnForm, LayerArguments
 from moestro.model.step import PagedStep
 
 CPU = torch.device("cpu")

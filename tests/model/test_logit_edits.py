@@ -15,7 +15,7 @@ from moestro.core.request import packed_tokens
 from moestro.core.work import LOGITS_LAST, LOGITS_NONE, LogitEdits
 from moestro.engine.logit_edits import SequenceEdits, join_edits
 from moestro.engine.sequences import sampling_row
-from moestro.model.logit_edits import _forbidden, edit_logits
+from moestro.model.sampler import _forbidden, edit_logits
 
 VOCAB = 60
 

@@ -22,9 +22,8 @@ from moestro.files import checkpoint as checkpoint_module
 from moestro.model import check
 from moestro.model.attention import Scoring
 from moestro.model.device import open_device
-from moestro.model.loading import refuse
-from moestro.model.loading.load import read_config
-from moestro.model.staged.staged_open import open_staged_device
+from moestro.model.load import read_config
+from moestro.model.staged.staged_device import open_staged_device
 
 pytestmark = pytest.mark.transformers
 
@@ -130,7 +129,7 @@ def test_a_weight_format_that_is_not_read(method, directory):
 
 
 def test_fp8_without_accelerate(directory, monkeypatch):
-    monkeypatch.setattr(refuse, "find_spec", lambda name: None)
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
     assert "accelerate" in refusal(edit(directory, quantization_config={"quant_method": "fp8"}))
 
 
@@ -335,7 +334,7 @@ def test_a_convolution_between_tokens(tmp_path):
     skeleton = nn.Sequential(nn.Conv1d(2, 2, 3))
     skeleton._supports_attention_backend = True
     with pytest.raises(UnsupportedModelError, match=r"mixes tokens by a convolution \(0\)"):
-        refuse.refuse_skeleton(skeleton)
+        check.refuse_skeleton(skeleton)
 
 
 def test_softcapped_scores(tmp_path):
@@ -357,7 +356,7 @@ def test_a_network_that_takes_pictures(directory, monkeypatch):
     config = read_config(tiny.settings_of(directory))
     config.vision_config = {}
     with pytest.raises(UnsupportedModelError, match="more than text"):
-        refuse.refuse_config(config, 16)
+        check.refuse_config(config, 16)
 
 
 def rope(**parameters) -> dict:

@@ -16,8 +16,8 @@ from moestro.model.experts import expert_open
 from moestro.model.experts.expert_open import open_expert_device
 from moestro.model.experts.expert_slots import read_expert, write_expert
 from moestro.model.experts.routed import tag_of, weights_of
-from moestro.model.experts.worker_share import WorkerShare
-from moestro.model.staged.staged_open import open_staged_device
+from moestro.model.network import WorkerShare
+from moestro.model.staged.staged_device import open_staged_device
 
 pytestmark = pytest.mark.transformers
 

@@ -11,8 +11,8 @@ import psutil
 import pytest
 from support.running import PATIENCE_S, wait_until
 
-from moestro.model.channels import tensor_channel
-from moestro.model.channels.tensor_channel import TensorChannel, TensorChannels
+from moestro.model import channels
+from moestro.model.channels import TensorChannel, TensorChannels
 
 
 class Ends:
@@ -124,7 +124,7 @@ def test_what_arrived_before_a_break_can_be_taken(ends):
 
 
 def test_an_end_whose_other_end_does_not_come_breaks(makers, monkeypatch):
-    monkeypatch.setattr(tensor_channel, "MEET_S", 0.1)
+    monkeypatch.setattr(channels, "MEET_S", 0.1)
     alone = makers[0].open(0, "cpu", lambda *_: None, lambda: None)
     wait_until(lambda: alone.is_broken)
     assert not alone.is_open
@@ -137,7 +137,7 @@ def test_an_end_that_is_closed_while_it_waits_for_the_other_one_ends_at_once(mak
     alone = makers[0].open(0, "cpu", lambda key, _: keys.append(key), lambda: None)
     wait_until(lambda: keys)
     alone.close()
-    assert alone.join(tensor_channel.MEET_S / 2)
+    assert alone.join(channels.MEET_S / 2)
 
 
 def test_a_host_that_is_not_this_machine_breaks_the_channel_alone():

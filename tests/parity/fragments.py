@@ -18,8 +18,7 @@ from moestro.core.stages import (
     Sample,
     Stopped,
 )
-from moestro.core.unit_sets import select_units
-from moestro.core.work import StepResult, Units
+from moestro.core.work import StepResult, Units, select_units
 from moestro.flow.token_pool import UnitColumns
 from moestro.model.staged.staged_device import StagedTorchDevice
 

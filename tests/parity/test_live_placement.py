@@ -15,8 +15,7 @@ from support.expert_loads import PRICES as FAST_PRICES
 from support.virtual_loop import run_virtually
 
 from moestro.core.experts.expert_table import ExpertTable
-from moestro.core.experts.layer_moves import LayerPlan, moves_between, rounds_of
-from moestro.core.experts.move_agreement import MovingTable
+from moestro.core.experts.layer_moves import LayerPlan, MovingTable, moves_between, rounds_of
 from moestro.placement.contract import PlaceLimits, even_devices
 from moestro.placement.live.control import DecisionOutcome, PlacementControl, Trigger
 from moestro.placement.live.ep_migration import EpMigration

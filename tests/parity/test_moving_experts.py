@@ -19,9 +19,8 @@ from moestro.core.experts.expert_table import EMPTY
 from moestro.core.request import Request
 from moestro.engine.rank import build_rank
 from moestro.model.device import open_device
-from moestro.model.experts import layer_mover
-from moestro.model.experts.expert_slots import pick_expert, read_expert
-from moestro.model.experts.layer_mover import num_expert_bytes, to_bytes
+from moestro.model.experts import expert_slots
+from moestro.model.experts.expert_slots import num_expert_bytes, pick_expert, read_expert, to_bytes
 from moestro.model.experts.routed import tag_of
 
 NUM_REQUESTS = 10
@@ -215,7 +214,7 @@ def test_a_rank_that_ends_between_prepare_and_commit_leaves_the_old_placement(ch
 
 def test_weights_that_are_lost_on_their_way_are_noticed(checkpoint, group, monkeypatch):
     """The law can fail."""
-    monkeypatch.setattr(layer_mover, "to_bytes", lambda weights: torch.zeros_like(to_bytes(weights)))
+    monkeypatch.setattr(expert_slots, "to_bytes", lambda weights: torch.zeros_like(to_bytes(weights)))
     rng = np.random.default_rng(2)
     sent = requests(rng)
     moving = group("qwen3_moe", 2, 0)

@@ -10,18 +10,15 @@ from support.routers import router
 
 from moestro.core.request import FinishReason
 from moestro.cost.gpus import H20
-from moestro.cost.hf_config import network_named
+from moestro.cost.networks import network_named
 from moestro.cost.priced_device import PricedDevice
 from moestro.cost.roofline import Roofline, RooflineSettings
-from moestro.engine.fused import FusedExecutor
-from moestro.engine.rank import Rank
+from moestro.engine.rank import FusedExecutor, Rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
-from moestro.sim.cluster import Cluster
-from moestro.sim.figures.results import ANSWERED, REFUSED
-from moestro.sim.groups.group import Group
-from moestro.sim.load.arrivals import AtTimes
-from moestro.sim.prices import OneRank
+from moestro.sim.cluster import AtTimes, Cluster
+from moestro.sim.groups.group import Group, OneRank
+from moestro.sim.results import ANSWERED, REFUSED
 from moestro.wire.messages import Add, Outputs, Refused, Shutdown
 from moestro.worker.rank_loop import run_rank
 from moestro.workload.requests import RequestForm, RequestMaker

@@ -22,7 +22,7 @@ from moestro.core.request import SamplingParams, ServiceClass
 from moestro.flow.policies.one_queue import in_order
 from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.flow.registry import make_step_policy
-from moestro.model.experts.slot_memory import TorchSlots
+from moestro.model.experts.expert_open import TorchSlots
 from moestro.model.staged.arena import Arena
 
 NUM_NEW = 4

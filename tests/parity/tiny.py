@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moestro.model.loading.load import load_network, read_config
+from moestro.model.load import load_network, read_config
 from moestro.model.network import Network
 from moestro.model.settings import ModelSettings
 

@@ -8,7 +8,7 @@ from moestro.placement.contract import PLACE_POLICIES, PlaceLimits
 from moestro.placement.payback import LastingPlans
 from moestro.placement.policies.gimbal import FixedAffinity
 from moestro.placement.settings import LivePlacementSettings
-from moestro.sim.groups.group_settings import GroupModeSettings
+from moestro.sim.settings import GroupModeSettings
 
 GATE = PlaceLimits().horizon_steps
 

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from moestro.core.experts.source_load import SourceLoad, merge_sources, pair_codes
+from moestro.core.experts.expert_load import SourceLoad, merge_sources, pair_codes
 from moestro.errors import ConfigError
 from moestro.placement import load_window
 from moestro.placement.load_window import PAIRS_PER_EXPERT, LoadWindow, PairWindow

@@ -13,12 +13,11 @@ from moestro.cli.app import app
 from moestro.cli.main import register
 from moestro.config.serve_settings import ServeSettings
 from moestro.cost.gpus import GPUS
-from moestro.cost.hf_config import CONFIGS
 from moestro.cost.links import NVSWITCH_A100, Machines, with_both_kinds
-from moestro.cost.named_parts import read_network
+from moestro.cost.networks import CONFIGS
+from moestro.cost.settings import read_network
 from moestro.errors import ConfigError
-from moestro.planner.divisions import GpuDivision, divisions_of, why_not_served
-from moestro.planner.memory import fewest_gpus, memory_of
+from moestro.planner.divisions import GpuDivision, divisions_of, fewest_gpus, memory_of, why_not_served
 from moestro.planner.plan import launch_of
 from moestro.planner.question import make_question
 from moestro.planner.settings import HardwareSettings, PlanSearchSettings, PlanSettings, TrafficSettings

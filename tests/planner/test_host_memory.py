@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moestro.errors import ConfigError
-from moestro.planner.host_memory import HostMemoryAnswer, host_memory_that_pays
+from moestro.planner.divisions import HostMemoryAnswer, host_memory_that_pays
 from moestro.planner.question import make_question
 from moestro.planner.settings import HardwareSettings, PlanSettings, TrafficSettings
 

@@ -15,11 +15,7 @@ from moestro.cli.main import main
 from moestro.core.clock import NS_PER_MS, NS_PER_S, ClockPair
 from moestro.cost.tables import FORMAT, DecodePoint, HostTimes, PrefillPoint, Table
 from moestro.errors import ConfigError
-from moestro.planner.over_time.answer import plan_over_time
-from moestro.planner.over_time.choices import choices_of
-from moestro.planner.over_time.figures import figures_of, windows_of
-from moestro.planner.over_time.load import read_load
-from moestro.planner.over_time.search import TimedSearch
+from moestro.planner.day import choices_of, figures_of, read_load, windows_of
 from moestro.planner.settings import (
     HardwareSettings,
     ObjectiveSettings,
@@ -29,7 +25,8 @@ from moestro.planner.settings import (
     TrafficSettings,
 )
 from moestro.planner.systems import system_named
-from moestro.sim.figures.results import ANSWERED, Results
+from moestro.planner.timed_plan import TimedSearch, plan_over_time
+from moestro.sim.results import ANSWERED, Results
 from moestro.workload.traces.request_record import Header, RecordedRequest
 
 DAY = Path(__file__).with_name("day.jsonl")  # 300 requests in 40 minutes, most of them within 4 minutes

@@ -12,16 +12,12 @@ from rich.console import Console
 
 from moestro.cli.main import main
 from moestro.cost.gpus import gpu_named
-from moestro.cost.hf_config import CONFIGS, network_named
 from moestro.cost.model import Batch
+from moestro.cost.networks import CONFIGS, network_named
 from moestro.cost.roofline import Roofline, RooflineSettings
-from moestro.planner.curves import Curve, best_within
-from moestro.planner.divisions import GpuDivision, divisions_of
-from moestro.planner.estimate import Estimator, chunks_of_prompt, mean_steps
-from moestro.planner.memory import memory_of
-from moestro.planner.plan import Margin, inverted, make_plan, margin_of
+from moestro.planner.divisions import GpuDivision, divisions_of, memory_of
+from moestro.planner.plan import ALLOWANCE, Margin, PlanSearch, SearchFindings, inverted, ladder, make_plan, margin_of
 from moestro.planner.question import LengthSample, make_question
-from moestro.planner.search import ALLOWANCE, PlanSearch, SearchFindings, ladder
 from moestro.planner.settings import (
     HardwareSettings,
     ObjectiveSettings,
@@ -29,7 +25,15 @@ from moestro.planner.settings import (
     PlanSettings,
     TrafficSettings,
 )
-from moestro.planner.simulated import FittingDivision, SimulatedPoint
+from moestro.planner.simulated import (
+    Curve,
+    Estimator,
+    FittingDivision,
+    SimulatedPoint,
+    best_within,
+    chunks_of_prompt,
+    mean_steps,
+)
 from moestro.planner.verb import print_plan, verdict
 
 SMALL = {
@@ -66,7 +70,7 @@ def settings_of(model, *, num_gpus=2, search=None, **objectives):
 def quick(monkeypatch):
     """A search without `async`, whose runs take a hundred times as long."""
     monkeypatch.setattr(
-        "moestro.planner.search.divisions_of",
+        "moestro.planner.plan.divisions_of",
         lambda question: [each for each in divisions_of(question) if each.mode != "async"],
     )
 

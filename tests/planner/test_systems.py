@@ -10,9 +10,16 @@ from dataclasses import replace
 import pytest
 
 from moestro.errors import ConfigError
-from moestro.planner import known_flags
-from moestro.planner.known_flags import FlagList, flag_list, flags_of_sources, stored_lists
-from moestro.planner.systems import RunLimits, ServerLaunch, system_named
+from moestro.planner import systems
+from moestro.planner.systems import (
+    FlagList,
+    RunLimits,
+    ServerLaunch,
+    flag_list,
+    flags_of_sources,
+    stored_lists,
+    system_named,
+)
 
 LAUNCH = ServerLaunch(
     model="org/model",
@@ -164,7 +171,7 @@ def test_flags_are_read_from_declarations_and_deprecated_ones_left_out(vllm, tmp
 
 def test_an_installed_package_is_read_without_being_imported(vllm, monkeypatch):
     monkeypatch.syspath_prepend(vllm)
-    monkeypatch.setattr(known_flags, "version", lambda name: "0.40.1+cpu")
+    monkeypatch.setattr(systems, "version", lambda name: "0.40.1+cpu")
     found = flag_list("vllm")
     assert (found.version, found.source) == ("0.40.1", "installed package")
     assert found.has("--no-port")

@@ -7,7 +7,7 @@ import pytest
 
 from moestro.core.clock import NS_PER_S
 from moestro.repro.lmetric.findings import PERCENTILES, course_of
-from moestro.sim.figures.results import ANSWERED, WINDOW_NS, Results
+from moestro.sim.results import ANSWERED, WINDOW_NS, Results
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from moestro.config.run_record import run_record
-from moestro.cost.hf_config import CONFIGS
-from moestro.cost.popularity import PopularityForm
+from moestro.cost.model import PopularityForm
+from moestro.cost.networks import CONFIGS
 from moestro.errors import ConfigError
 from moestro.repro.gimbal import GimbalSettings
 from moestro.repro.gimbal.claims import claims_of

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from moestro.cli.main import main
 from moestro.core.experts.expert_table import EMPTY
-from moestro.cost.popularity import exponential_popularity
+from moestro.cost.model import exponential_popularity
 from moestro.errors import ConfigError
 from moestro.repro.amoe.findings import ClosedRun
 from moestro.repro.amoe.loads import LENGTHS, LengthRanges, closed_load, closed_throughput
@@ -20,7 +20,7 @@ from moestro.repro.modes.cases import BASE, CASES, QUICK, SYSTEMS, MapCase, Unev
 from moestro.repro.modes.experiment import ModesExperiment, ModesFindings, _runs, make_experiment
 from moestro.repro.runner import reproduce, save_pictures
 from moestro.repro.settings import ReproSettings
-from moestro.sim.load.closed_loop import Replacing
+from moestro.sim.closed_loop import Replacing
 
 LENGTH = LENGTHS["medium"]
 TINY = MapCase(

@@ -8,8 +8,8 @@ import pytest
 from support.routers import BLOCK_SIZE, request, router
 
 from moestro.cost.gpus import H20
-from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
+from moestro.cost.networks import network_named
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.tables import FORMAT, DecodePoint, HostTimes, PrefillPoint, Table
 from moestro.errors import ConfigError

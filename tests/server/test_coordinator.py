@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from moestro.core.clock import NS_PER_S
-from moestro.core.experts.expert_table import EMPTY
-from moestro.core.experts.table_message import ExpertLayers
+from moestro.core.experts.expert_table import EMPTY, ExpertLayers
 from moestro.errors import ConfigError, EngineDiedError, NoEngineError
 from moestro.flow.settings import GroupOptions
 from moestro.server.experts.coordinator import CONNECT_S, START_S, Coordinator

@@ -20,8 +20,7 @@ from moestro.config.linux_process import usable_cores
 from moestro.core.hashing import split_hashes
 from moestro.core.load_figures import IDLE
 from moestro.core.request import FinishReason, NewOutputs, Output
-from moestro.engine.cache_events import UNCHANGED, changes_of
-from moestro.engine.rank import build_rank
+from moestro.engine.rank import UNCHANGED, build_rank, changes_of
 from moestro.engine.settings import SchedulerSettings
 from moestro.routing.decision_record import KvCleared, KvRemoved, KvStored, decode_entry, is_entry, keyed_entry
 from moestro.server.engines.engine_client import EngineClient

@@ -9,7 +9,7 @@ import pytest
 from support.expert_counts import NUM_EXPERTS, NUM_LAYERS, ask_for_counts
 from support.running import call, call_admin, metrics
 
-from moestro.core.experts.source_load import SourceLoad
+from moestro.core.experts.expert_load import SourceLoad
 from moestro.server.engines import engine_reports
 from moestro.server.engines.engine_reports import ExpertLoads
 from moestro.wire.messages import ExpertReport, ReadExperts, report_of

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from support.routers import request
 
-from moestro.core.experts.expert_pressure import expert_pressures
+from moestro.core.experts.expert_load import SourceLoad, expert_pressures
 from moestro.core.experts.expert_table import spread_evenly
-from moestro.core.experts.source_load import SourceLoad
 from moestro.routing.decision_record import PolicyText, RecordedRouter, encode_entry, replay
 from moestro.routing.policy_contract import FRESH_NS
 from moestro.routing.settings import RouterSettings

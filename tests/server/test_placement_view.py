@@ -11,7 +11,7 @@ from support.expert_loads import PRICES
 from moestro.config.serve_settings import ProcessSettings, ServeSettings
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.core.model_info import ModelInfo
+from moestro.core.request import ModelInfo
 from moestro.cost.settings import PacedSettings
 from moestro.errors import ConfigError
 from moestro.flow.settings import SteppingSettings

@@ -7,8 +7,7 @@ from support.running import Running, call
 
 from moestro.cli import main
 from moestro.core.hashing import name_key
-from moestro.sim.load.recorded_engines import WhatIfSettings
-from moestro.sim.replay import what_if
+from moestro.sim.replay import WhatIfSettings, what_if
 from moestro.workload.traces.request_record import read_request_record
 
 NUM_SESSIONS, NUM_TURNS = 3, 6

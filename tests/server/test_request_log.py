@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 from support.fake_device import make_request
 
-from moestro.cli.recorded.explain import find_trace, tell
-from moestro.cli.recorded.perfetto import write_perfetto
+from moestro.cli.recorded.explain import find_trace, tell, write_perfetto
 from moestro.core.request import FinishReason, ServiceClass
 from moestro.core.scheduling_events import (
     BatchPassed,

@@ -13,7 +13,7 @@ from support.fake_rank import INFO
 import moestro.config.checkpoint_directory
 from moestro.config.checkpoint_directory import locate_model
 from moestro.config.serve_settings import ServerSettings
-from moestro.core.model_info import CardMemory
+from moestro.core.request import CardMemory
 from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError
 from moestro.server.api.request_builder import ServedModel

@@ -14,8 +14,7 @@ import jsonschema
 import pytest
 from support.running import Running, chat, complete, metrics, wait_until
 
-from moestro.core.grammar import Grammar
-from moestro.core.request import FinishReason
+from moestro.core.request import FinishReason, Grammar
 from moestro.errors import GrammarTimeoutError, RequestError
 from moestro.grammar.checker import MAX_TRIES, GrammarVerdict
 from moestro.grammar.host import CHECK, TRY

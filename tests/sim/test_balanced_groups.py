@@ -15,16 +15,13 @@ from support.routers import router
 from moestro.core.experts.expert_table import spread_evenly
 from moestro.cost.gate import PopularityGate
 from moestro.cost.links import FREE_LINK, Machines
-from moestro.cost.model import Batch
-from moestro.cost.popularity import zipf_popularity
+from moestro.cost.model import Batch, zipf_popularity
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.registry import make_step_policy
-from moestro.sim.cluster import Cluster
-from moestro.sim.groups.baselines import expert_parallel
-from moestro.sim.groups.lock_step_group import LockStepGroup
-from moestro.sim.groups.throughput_bound import drawn_visits, least_times, least_work_ns, throughput_bound
+from moestro.sim.cluster import AtTimes, Cluster
+from moestro.sim.groups.group_figures import drawn_visits, least_times, least_work_ns, throughput_bound
+from moestro.sim.groups.lock_step_group import LockStepGroup, expert_parallel
 from moestro.sim.groups.worker_group import GroupLayout, WorkerGroup
-from moestro.sim.load.arrivals import AtTimes
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
 

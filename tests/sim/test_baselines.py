@@ -13,15 +13,23 @@ from support.plain_pipeline import plain_pipeline_ns
 from support.plain_stages import DealingGate, OneExpertGate, PlainStages, decodes, network, step_of
 
 from moestro.core.experts.expert_table import ExpertTable, spread_evenly
-from moestro.cost.collectives import FREE, AllReduce, AllToAll, all_reduce, all_to_all, all_to_all_of
 from moestro.cost.drawn_step import KeyedBatch, SlotRows
 from moestro.cost.gate import PopularityGate
-from moestro.cost.links import NVSWITCH_A100, Link, Machines
-from moestro.cost.model import Batch
-from moestro.cost.popularity import zipf_popularity
+from moestro.cost.links import (
+    FREE,
+    NVSWITCH_A100,
+    AllReduce,
+    AllToAll,
+    Link,
+    Machines,
+    all_reduce,
+    all_to_all,
+    all_to_all_of,
+)
+from moestro.cost.model import Batch, zipf_popularity
 from moestro.cost.roofline import HostCost
 from moestro.errors import ConfigError
-from moestro.sim.groups.baselines import (
+from moestro.sim.groups.lock_step_group import (
     AMOE_STALL_SHARE,
     disaggregated,
     expert_parallel,

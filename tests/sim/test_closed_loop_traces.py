@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from moestro.errors import ConfigError
-from moestro.sim.load.arrivals import ClosedLoop, think_times
-from moestro.sim.load.workload_settings import WorkloadSettings
+from moestro.sim.cluster import ClosedLoop, think_times
 from moestro.sim.scenario import make_scenario, run
-from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings
+from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings
 from moestro.workload.generated.sessions import Pace
 
 S = 1_000_000_000

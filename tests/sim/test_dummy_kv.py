@@ -9,17 +9,14 @@ import pytest
 from support.routers import router
 
 from moestro.cost.gpus import A100
-from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
+from moestro.cost.networks import network_named
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.engine.settings import SchedulerSettings
-from moestro.sim.cluster import Cluster
-from moestro.sim.groups.group import Group
-from moestro.sim.load.arrivals import AtTimes
-from moestro.sim.load.workload_settings import WorkloadSettings
-from moestro.sim.prices import OneRank
+from moestro.sim.cluster import AtTimes, Cluster
+from moestro.sim.groups.group import Group, OneRank
 from moestro.sim.scenario import make_scenario, run
-from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings
+from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
 

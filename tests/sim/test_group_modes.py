@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from moestro.cli import main
 from moestro.errors import ConfigError
+from moestro.sim.groups.group_builder import StageJitter, item_factors
 from moestro.sim.groups.group_figures import covered_ns
-from moestro.sim.groups.uneven_devices import StageJitter, item_factors
 from moestro.sim.scenario import make_scenario, num_kv_blocks, run, run_with_figures
 from moestro.sim.settings import PolicySettings, read_settings
 

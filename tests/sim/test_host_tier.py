@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from moestro.cost.gpus import H20
-from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
+from moestro.cost.networks import network_named
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.tables import (
     FORMAT,
@@ -23,10 +23,9 @@ from moestro.cost.tables import (
     Table,
 )
 from moestro.errors import ConfigError
-from moestro.sim.engine_prices import make_prices
-from moestro.sim.figures.results import Results
-from moestro.sim.groups.group import CopyQueue
-from moestro.sim.prices import OneRank, load_prices
+from moestro.sim.groups.group import CopyQueue, OneRank, load_prices
+from moestro.sim.groups.group_builder import make_prices
+from moestro.sim.results import Results
 from moestro.sim.scenario import make_bounds, make_scenario, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings, read_settings
 

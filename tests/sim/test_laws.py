@@ -11,15 +11,13 @@ from support.routers import router
 
 from moestro.core.hashing import split_hashes
 from moestro.cost.gpus import H20
-from moestro.cost.hf_config import network_named
+from moestro.cost.networks import network_named
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.engine.registry import BATCH_POLICIES, ORDER_POLICIES
 from moestro.engine.settings import SchedulerSettings
-from moestro.sim.cluster import Cluster
-from moestro.sim.figures.results import ANSWERED, PENDING, REFUSED
-from moestro.sim.groups.group import Group
-from moestro.sim.load.arrivals import AtTimes
-from moestro.sim.prices import Barrier, OneRank
+from moestro.sim.cluster import AtTimes, Cluster
+from moestro.sim.groups.group import Barrier, Group, OneRank
+from moestro.sim.results import ANSWERED, PENDING, REFUSED
 from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows, Streams

@@ -11,20 +11,18 @@ from hypothesis import strategies as st
 from support.plain_stages import PlainStages, network
 from support.routers import router
 
-from moestro.core.experts.expert_pressure import expert_pressures
+from moestro.core.experts.expert_load import expert_pressures
 from moestro.core.experts.expert_table import EMPTY, ExpertTable, spread_evenly
-from moestro.core.token_keys import request_key
-from moestro.cost.ahead_gate import AheadGate
-from moestro.cost.collectives import AllToAll
+from moestro.core.work import request_key
 from moestro.cost.drawn_step import SlotRows
-from moestro.cost.gate import PopularityGate
-from moestro.cost.popularity import PopularityForm
+from moestro.cost.gate import AheadGate, PopularityGate
+from moestro.cost.links import AllToAll
+from moestro.cost.model import PopularityForm
 from moestro.engine.settings import SchedulerSettings
 from moestro.placement.contract import PlaceLimits, PlacePrices, even_devices
 from moestro.placement.live.control import DecisionOutcome, Trigger
 from moestro.placement.settings import LivePlacementSettings
-from moestro.sim.cluster import Cluster
-from moestro.sim.groups.baselines import LOCK_STEP, expert_parallel, lock_step, slowed
+from moestro.sim.cluster import AtTimes, Cluster
 from moestro.sim.groups.live_placement import (
     _PRESSURE_INTERVAL,
     UNBOUNDED_BYTES,
@@ -33,8 +31,7 @@ from moestro.sim.groups.live_placement import (
     SimPlacementSettings,
     with_spare_slots,
 )
-from moestro.sim.groups.lock_step_group import LockStepGroup
-from moestro.sim.load.arrivals import AtTimes
+from moestro.sim.groups.lock_step_group import LOCK_STEP, LockStepGroup, expert_parallel, lock_step, slowed
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
 

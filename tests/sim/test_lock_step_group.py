@@ -9,19 +9,19 @@ import pytest
 from support.plain_stages import DealingGate, OneExpertGate, PlainStages, network
 from support.routers import router
 
-from moestro.cost.collectives import AllToAll
 from moestro.cost.gate import PopularityGate
-from moestro.cost.model import Batch
-from moestro.cost.popularity import zipf_popularity
-from moestro.cost.staged_engines import qllm
+from moestro.cost.links import AllToAll
+from moestro.cost.model import Batch, zipf_popularity
+from moestro.cost.tables import qllm
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.policies.one_queue import in_order
-from moestro.sim.cluster import Cluster
-from moestro.sim.figures.results import ANSWERED
-from moestro.sim.groups.baselines import (
+from moestro.sim.cluster import AtTimes, Cluster
+from moestro.sim.groups.group_figures import LeastTimes, least_times, least_work_ns, throughput_bound
+from moestro.sim.groups.lock_step_group import (
     LOCK_STEP,
     PING_PONG,
     TWO_BATCH_OVERLAP,
+    LockStepGroup,
     StepPrice,
     StepPricing,
     disaggregated,
@@ -29,10 +29,8 @@ from moestro.sim.groups.baselines import (
     plain_replica,
     with_stalls,
 )
-from moestro.sim.groups.lock_step_group import LockStepGroup
-from moestro.sim.groups.staged import StagedRank
-from moestro.sim.groups.throughput_bound import LeastTimes, least_times, least_work_ns, throughput_bound
-from moestro.sim.load.arrivals import AtTimes
+from moestro.sim.groups.worker_group import StagedRank
+from moestro.sim.results import ANSWERED
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
 

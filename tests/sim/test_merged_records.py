@@ -9,8 +9,7 @@ import pytest
 from moestro.cli import main
 from moestro.core.clock import ClockPair
 from moestro.errors import ConfigError
-from moestro.sim.load.recorded_engines import WhatIfSettings
-from moestro.sim.replay import what_if
+from moestro.sim.replay import WhatIfSettings, what_if
 from moestro.workload.traces.request_record import Header, RecordedRequest, read_request_record
 
 S = 1_000_000_000

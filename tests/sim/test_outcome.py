@@ -8,9 +8,8 @@ import pytest
 from rich.console import Console
 
 from moestro.cost.tables import FORMAT, DecodePoint, HostTimes, PrefillPoint, Table
-from moestro.sim.figures.outcome import outcome_of
-from moestro.sim.figures.results import ANSWERED, WINDOW_NS, Results
-from moestro.sim.figures.show import print_report
+from moestro.sim.figures import outcome_of, print_report
+from moestro.sim.results import ANSWERED, WINDOW_NS, Results
 from moestro.sim.settings import read_settings
 from moestro.sim.verb import simulate
 

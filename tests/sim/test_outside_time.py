@@ -7,14 +7,12 @@ import pytest
 from support.routers import router
 
 from moestro.cost.gpus import A100
-from moestro.cost.hf_config import network_named
+from moestro.cost.networks import network_named
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
-from moestro.sim.cluster import IN_NO_TIME, Cluster, OutsideTime
-from moestro.sim.groups.group import Group
-from moestro.sim.load.arrivals import AtTimes, ClosedLoop
-from moestro.sim.prices import OneRank
+from moestro.sim.cluster import IN_NO_TIME, AtTimes, ClosedLoop, Cluster, OutsideTime
+from moestro.sim.groups.group import Group, OneRank
 from moestro.sim.settings import SimEngineSettings
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows

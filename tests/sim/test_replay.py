@@ -16,12 +16,10 @@ from moestro.core.scheduling_events import SequenceAdmitted, SequencePreempted, 
 from moestro.errors import ConfigError
 from moestro.routing.decision_log import EngineEvent, RequestTrace
 from moestro.routing.decision_record import encode_entry
-from moestro.sim.figures.request_table import write_request_table
-from moestro.sim.figures.shown_figures import shown_figures
-from moestro.sim.load.recorded_engines import WhatIfSettings
-from moestro.sim.replay import RECORDED
+from moestro.sim.figures import shown_figures
+from moestro.sim.replay import RECORDED, WhatIfSettings
 from moestro.sim.replay import what_if as _what_if
-from moestro.sim.runs import RunAnswer
+from moestro.sim.verb import RunAnswer, write_request_table
 from moestro.workload.traces.request_record import FORMAT, UNKNOWN, Header, RecordedRequest, read_request_record
 
 HEADER = Header(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moestro.core.request import Request, SamplingParams
-from moestro.core.script import Script
-from moestro.core.token_keys import domains_of, named_request_key, request_key
+from moestro.core.request import Request, SamplingParams, Script
+from moestro.core.work import domains_of, named_request_key, request_key
 from moestro.engine.settings import SchedulerSettings
 from moestro.sim.groups.group import FusedSeat
 from moestro.workload.requests import RequestForm, RequestMaker

@@ -12,9 +12,9 @@ from moestro.errors import ConfigError
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.router import Router
 from moestro.routing.settings import RouterSettings
-from moestro.sim.router_fleet import RouterFleet, RouterLinks
 from moestro.sim.scenario import make_scenario, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings
+from moestro.sim.signals import RouterFleet, RouterLinks
 
 MS = 1_000_000
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moestro.errors import ConfigError
-from moestro.sim.figures.results import Results
+from moestro.sim.results import Results
 from moestro.sim.scenario import make_scenario, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings
 from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings

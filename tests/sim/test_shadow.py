@@ -11,16 +11,14 @@ from support.routers import request
 
 from moestro.core.clock import NS_PER_S, ClockPair
 from moestro.core.request import SamplingParams
-from moestro.core.student_t import student_t_quantile
+from moestro.core.rng import student_t_quantile
 from moestro.errors import ConfigError
 from moestro.routing.decision_record import EngineCounted, PolicyText, RecordedRouter, Served
 from moestro.routing.scrape import EngineTotals
 from moestro.routing.settings import EngineSpec, RouterSettings
-from moestro.sim.figures.intervals import block_half_width
-from moestro.sim.load.recorded_engines import WhatIfSettings
-from moestro.sim.load.router_record import is_router_record
-from moestro.sim.load.shadow_record import is_shadow_record, read_shadow_record
-from moestro.sim.shadow import IN_USE, shadow_what_if
+from moestro.sim.figures import block_half_width
+from moestro.sim.records import is_router_record, is_shadow_record, read_shadow_record
+from moestro.sim.replay import IN_USE, WhatIfSettings, shadow_what_if
 
 COST = "h20/qwen3-30b-a3b"
 WALL_NS = 1_700_000_000 * NS_PER_S  # 22:13:20 UTC

@@ -6,10 +6,8 @@ from moestro.core.views import NEVER_NS
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.routing.settings import EngineSpec
-from moestro.sim.cluster import Cluster
-from moestro.sim.groups.group import Group
-from moestro.sim.load.arrivals import AtTimes
-from moestro.sim.prices import OneRank
+from moestro.sim.cluster import AtTimes, Cluster
+from moestro.sim.groups.group import Group, OneRank
 from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows, equal_rows

@@ -10,11 +10,10 @@ import pytest
 from sim.test_closed_loop_traces import trace
 
 from moestro.cli import main
-from moestro.sim.figures.intervals import intervals
-from moestro.sim.figures.request_table import COLUMNS
-from moestro.sim.saturation import middle_rate
+from moestro.sim.figures import intervals
+from moestro.sim.scenario import middle_rate
 from moestro.sim.settings import read_settings
-from moestro.sim.verb import simulate
+from moestro.sim.verb import COLUMNS, simulate
 
 SCENARIO = """
 seed = 3

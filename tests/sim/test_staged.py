@@ -12,19 +12,17 @@ from hypothesis import strategies as st
 from support.routers import router
 from support.step_policies import ADVERSARIES, Random
 
-from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
-from moestro.cost.staged_engines import QLLM, StagedEngine, qllm
+from moestro.cost.networks import network_named
+from moestro.cost.tables import QLLM, StagedEngine, qllm
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.flow.policies.one_queue import in_order
 from moestro.flow.policies.qllm import ExpertLevelPreemption
-from moestro.sim.cluster import Cluster
-from moestro.sim.figures.plots import save_plots
-from moestro.sim.groups.group import Group
-from moestro.sim.groups.staged import StagedRank
-from moestro.sim.load.arrivals import AtTimes
-from moestro.sim.prices import OneRank
+from moestro.sim.cluster import AtTimes, Cluster
+from moestro.sim.groups.group import Group, OneRank
+from moestro.sim.groups.worker_group import StagedRank
+from moestro.sim.plots import save_plots
 from moestro.sim.settings import read_settings
 from moestro.sim.verb import simulate
 from moestro.workload.requests import RequestForm, RequestMaker

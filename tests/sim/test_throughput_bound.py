@@ -11,7 +11,7 @@ from support.plain_stages import PlainStages, network
 from moestro.core.experts.expert_table import ExpertTable, spread_evenly
 from moestro.cost.gate import PopularityGate
 from moestro.cost.model import Batch
-from moestro.sim.groups.throughput_bound import (
+from moestro.sim.groups.group_figures import (
     LeastTimes,
     drawn_visits,
     largest_share,

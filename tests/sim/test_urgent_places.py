@@ -13,12 +13,11 @@ from moestro.core.experts.expert_table import spread_evenly
 from moestro.core.views import BE
 from moestro.cost.gate import PopularityGate
 from moestro.cost.links import FREE_LINK, Machines
-from moestro.cost.popularity import zipf_popularity
+from moestro.cost.model import zipf_popularity
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.registry import make_step_policy
-from moestro.sim.cluster import Cluster
+from moestro.sim.cluster import AtTimes, Cluster
 from moestro.sim.groups.worker_group import GroupLayout, WorkerGroup
-from moestro.sim.load.arrivals import AtTimes
 from moestro.workload.requests import RequestForm, RequestMaker
 from moestro.workload.rows import Rows
 

@@ -7,9 +7,9 @@ import heapq
 import numpy as np
 import pytest
 
-from moestro.core.experts.hops import DISPATCH, HOP_RECORD, Hop, HopMessage
-from moestro.cost.hf_config import network_named
+from moestro.core.stages import DISPATCH, HOP_RECORD, Hop, HopMessage
 from moestro.cost.links import EFA_P4D, NVSWITCH_A100, Machines
+from moestro.cost.networks import network_named
 from moestro.sim.groups.worker_group import VirtualLinks
 
 MACHINES = Machines(machine_of=(0, 0, 1, 1), within=NVSWITCH_A100, across=EFA_P4D)

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from moestro.model.attention import AttentionForm, Scoring
-from moestro.model.cuda.experts import CudaExperts, ExpertWeightTable
-from moestro.model.cuda.functions import CudaKernels
-from moestro.model.cuda.units import Walk
+from moestro.model.cuda.functions import CudaExperts, CudaKernels, ExpertWeightTable
+from moestro.model.cuda.tiles import Walk
 from moestro.model.pools import KVPools
 from moestro.model.step import PagedStep
 

@@ -8,7 +8,7 @@ import time
 import torch
 from torch import distributed
 
-from moestro.model.experts.expert_exchange import GroupExchange, GroupPlace
+from moestro.model.experts.expert_slots import GroupExchange, GroupPlace
 
 
 def run_peer(place: GroupPlace, path: str, is_ready, *, ends: bool) -> None:

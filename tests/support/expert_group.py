@@ -14,7 +14,7 @@ from torch import distributed
 
 from moestro.core.experts.expert_table import ExpertTable, spread_evenly
 from moestro.model.device import TorchDevice
-from moestro.model.experts.expert_exchange import GroupExchange, GroupPlace
+from moestro.model.experts.expert_slots import GroupExchange, GroupPlace
 from moestro.model.experts.gate_override import make_override
 from moestro.model.experts.spread_device import SpreadExperts
 from moestro.model.network import Network

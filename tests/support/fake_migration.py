@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from moestro.core.experts.expert_load import SourceLoad
 from moestro.core.experts.expert_table import ExpertTable
-from moestro.core.experts.source_load import SourceLoad
 from moestro.placement.live.ep_migration import MigrationProgress
 from moestro.server.engines.engine_reports import ExpertLoads
 from moestro.wire.messages import ReadExperts, report_of

@@ -14,8 +14,7 @@ import msgspec
 
 from moestro.config.launch_spec import STACK_DUMP, read_launch_spec
 from moestro.core.load_figures import IDLE, LoadFigures
-from moestro.core.model_info import ModelInfo
-from moestro.core.request import FinishReason, NewOutputs, Output, PackedLogprobs, Request, TokenLogprobs
+from moestro.core.request import FinishReason, ModelInfo, NewOutputs, Output, PackedLogprobs, Request, TokenLogprobs
 from moestro.engine.settings import SchedulerOptions
 from moestro.errors import ConfigError, QueueFullError
 from moestro.wire.messages import Failed, Phase, Ready, identity_of

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from moestro.model.cuda.launch import launch_now, replace_launcher
+from moestro.model.cuda.tiles import launch_now, replace_launcher
 
 DEVICE = torch.device("cuda", 0)
 POISON = 77  # in host memory whose copy has not arrived

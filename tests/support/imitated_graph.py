@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moestro.model.cuda.launch import replace_launcher
+from moestro.model.cuda.tiles import replace_launcher
 
 
 class ImitatedGraph:

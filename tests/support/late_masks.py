@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from support.plain_grammar import allowed
 
-from moestro.core.grammar import Grammar, MaskRequest
-from moestro.core.request import SamplingParams
+from moestro.core.request import Grammar, MaskRequest, SamplingParams
 
 
 @dataclass(eq=False)
@@ -37,7 +36,7 @@ class LateMask:
 
 @dataclass(eq=False)
 class LateMasks:
-    """Implements `core.grammar.GrammarBackend`.
+    """Implements `core.request.GrammarBackend`.
 
     Attributes:
         vocabulary: number of tokens.

@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 
-from moestro.core.experts.hops import HOP_RECORD, REPLY, Hop, HopMessage
-from moestro.model.channels.tensor_channel import TensorChannels
+from moestro.core.stages import HOP_RECORD, REPLY, Hop, HopMessage
+from moestro.model.channels import TensorChannels
 from moestro.wire.hop_frames import Hello, HopLimits
 from moestro.wire.sockets import ListenAddress
 from moestro.worker.peer_links import PeerLinks

@@ -9,7 +9,7 @@ from collections import deque
 
 import numpy as np
 
-from moestro.core.experts.hops import DISPATCH
+from moestro.core.stages import DISPATCH
 from moestro.engine.rank import Rank
 from moestro.flow.executor import FlowExecutor
 

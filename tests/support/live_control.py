@@ -14,10 +14,8 @@ from support.expert_loads import PRICES
 from support.moving_tables import random_target
 
 from moestro.core.experts.expert_load import ExpertLoad
-from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.core.experts.layer_moves import moves_between, rounds_of
-from moestro.core.experts.move_agreement import MovingTable
-from moestro.core.experts.table_message import ExpertLayers, TableMessage
+from moestro.core.experts.expert_table import EMPTY, ExpertLayers, ExpertTable, TableMessage
+from moestro.core.experts.layer_moves import MovingTable, moves_between, rounds_of
 from moestro.flow.settings import GroupOptions
 from moestro.placement.contract import PlaceLimits, PlacementError
 from moestro.placement.live.control import Compute, EffectAnswer, PlacementControl, PlacementLoop, Trigger

@@ -21,7 +21,7 @@ from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import GroupLostError
 from moestro.model.device import open_device
-from moestro.model.experts.expert_exchange import GroupPlace
+from moestro.model.experts.expert_slots import GroupPlace
 from moestro.model.experts.spread_device import open_spread_device
 from moestro.model.settings import ModelSettings
 from moestro.wire.messages import Add, Shutdown, WakeGroup

@@ -17,12 +17,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from moestro.cost import named_parts
-from moestro.cost.named_parts import read_network
+from moestro.cost import settings
+from moestro.cost.settings import read_network
 from moestro.errors import ConfigError
 from moestro.files import checkpoint
 from moestro.files.checkpoint import read_checkpoint
-from moestro.model.loading.generation_config import read_generation_config, sampling_defaults
+from moestro.model.generation_config import read_generation_config, sampling_defaults
 
 Lie = tuple[str, Callable[[Path], object]]
 
@@ -222,7 +222,7 @@ def main() -> None:
     signal.signal(signal.SIGALRM, _on_alarm)
     lies = all_lies()
     if "--without-sizes" in sys.argv:  # a fault of ours, which lies about fields must find
-        checkpoint.refuse_sizes = named_parts.refuse_sizes = lambda fields, file: None
+        checkpoint.refuse_sizes = settings.refuse_sizes = lambda fields, file: None
         lies = _fields("config.json", tuple(CONFIG))
     place, faults, num_lies = Path(sys.argv[1]), {}, 0
     for name, tell in lies:

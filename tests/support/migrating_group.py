@@ -14,8 +14,7 @@ from support.fake_device import make_request
 from support.fake_group import IS_SPARSE, NUM_EXPERTS, FakeGroup
 from support.fake_stages import VOCAB, FakeStages
 
-from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.core.experts.table_message import ExpertLayers
+from moestro.core.experts.expert_table import EMPTY, ExpertLayers, ExpertTable
 from moestro.flow.executor import FlowExecutor
 from moestro.flow.policies.one_queue import in_order
 from moestro.flow.settings import GroupOptions

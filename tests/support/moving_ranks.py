@@ -19,13 +19,13 @@ from support.lock_step_processes import settings_of as model_settings
 from support.lock_step_ranks import STUCK_S, ThreadChannel
 
 from moestro.config.launch_spec import LockStepSpec
-from moestro.core.experts.table_message import TableMessage
+from moestro.core.experts.expert_table import TableMessage
 from moestro.core.request import Request
 from moestro.engine.lock_step import build_lock_step_rank
 from moestro.errors import GroupLostError
 from moestro.model.device import open_device
 from moestro.model.experts.spread_device import SpreadDevice
-from moestro.model.experts.worker_share import WorkerShare
+from moestro.model.network import WorkerShare
 from moestro.model.settings import LocalRank
 from moestro.placement.live.ep_migration import EpMigration
 from moestro.wire.messages import Add, ExpertsPlaced, LayerSettled, MoveLayer, Outputs, Ready, Shutdown, WakeGroup

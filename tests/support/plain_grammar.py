@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import regex
 
-from moestro.core.grammar import Grammar
-from moestro.core.request import SamplingParams
+from moestro.core.request import Grammar, SamplingParams
 from moestro.grammar.backend import MaskBackend, WaitAllowance
 from moestro.grammar.compiler import VocabularySource
 

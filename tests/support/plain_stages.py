@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moestro.cost.drawn_step import DrawnStep, KeyedBatch, StepPricer
-from moestro.cost.hf_config import network_named
 from moestro.cost.model import Batch
-from moestro.cost.networks import LayerGroup, NetworkShape
+from moestro.cost.networks import LayerGroup, NetworkShape, network_named
 
 MIXTRAL = network_named("mixtral-8x7b")
 

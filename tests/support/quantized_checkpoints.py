@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from moestro.model.float8 import Float8Weight, ScaleBlock
+from moestro.model.tensors import Float8Weight, ScaleBlock
 
 BLOCK = ScaleBlock(8, 8)
 QUANTIZED = re.compile(r"_proj(_with_mqa)?\.weight$")  # as in published checkpoints: attention, experts, dense layers

@@ -16,8 +16,8 @@ from moestro.engine.settings import SchedulerSettings
 from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.executor import FlowExecutor
 from moestro.model.experts.expert_open import open_expert_device
-from moestro.model.experts.worker_share import WorkerShare
-from moestro.model.staged.staged_open import open_staged_device
+from moestro.model.network import WorkerShare
+from moestro.model.staged.staged_device import open_staged_device
 
 BLOCK_SIZE, BUDGET, MAX_LEN = 4, 24, 40
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.model_outputs import PARIS, PING, TOOLS, WEATHER, harmony
 
-from moestro.core.grammar import Grammar
+from moestro.core.request import Grammar
 from moestro.grammar.compiler import GrammarCompiler, VocabularySource
 from moestro.text.chats.chat_format import ChatEnd, ChatFormat, ToolUse, chat_format
 from moestro.text.parsing.answer_grammars import after_thought, thought_rules

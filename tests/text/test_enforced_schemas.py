@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moestro.core.grammar import Grammar
+from moestro.core.request import Grammar
 from moestro.grammar.compiler import GrammarCompiler, GrammarError, VocabularySource
 from moestro.text.parsing.answer_grammars import ENFORCED_FORMATS, enforced_arguments, enforced_schema
 

@@ -9,7 +9,7 @@ import shutil
 import pytest
 from tokenizers.decoders import DecodeStream
 
-from moestro.core.native_panic import NativePanic, as_exception, cause_of
+from moestro.core.processes import NativePanic, as_exception, cause_of
 from moestro.errors import ConfigError
 from moestro.text import tokenizer_library
 from moestro.text.tokenizer import Tokenizer

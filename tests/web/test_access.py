@@ -10,7 +10,7 @@ import socket
 import pytest
 from support.running import PATIENCE_S, Running, call, open_stream, wait_until
 
-from moestro.core.hosts import network_of
+from moestro.core.processes import network_of
 from moestro.errors import ConfigError
 from moestro.web.access.control import Access, ApiKeys
 from moestro.web.access.origins import Cors

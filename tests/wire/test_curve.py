@@ -13,7 +13,7 @@ import pytest
 import zmq
 from support.running import PATIENCE_S, wait_until
 
-from moestro.core.curve_keys import CurveKeys
+from moestro.core.processes import CurveKeys
 from moestro.wire.sockets import Doorkeeper, new_curve_keys, secure_client
 
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -150,7 +150,7 @@ def test_keys_do_not_get_into_logs(keys):
 
 ORPHAN = """
 import os, sys
-from moestro.core.curve_keys import CurveKeys
+from moestro.core.processes import CurveKeys
 from moestro.wire.messages import Phase, identity_of
 from moestro.worker.channel import Channel
 import msgspec

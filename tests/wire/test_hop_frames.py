@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from moestro.core.experts.hops import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
+from moestro.core.stages import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
 from moestro.wire.hop_frames import (
     AnnouncedHop,
     Announcement,

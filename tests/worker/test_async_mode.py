@@ -28,7 +28,7 @@ from support.running import (
 )
 
 from moestro.cli import main
-from moestro.core.experts.near_experts import DISTANCES
+from moestro.core.experts.expert_table import DISTANCES
 from moestro.wire.messages import WorkerFigures
 
 NETWORK = "mixtral-8x7b-mqa-top1"  # the fewest items a token

@@ -22,7 +22,7 @@ from support.fake_rank import FakeRank
 from support.hosts import LOOPBACK
 from support.running import PATIENCE_S, wait_until
 
-from moestro.core.hosts import in_address
+from moestro.core.processes import in_address
 from moestro.core.request import NewOutputs, Output, Request, SamplingParams, ServiceClass
 from moestro.core.scheduling_events import SequenceLeft
 from moestro.errors import ConfigError, NoEngineError

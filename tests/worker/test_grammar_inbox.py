@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from support.fake_device import make_request
 
-from moestro.core.grammar import Grammar
+from moestro.core.request import Grammar
 from moestro.wire.messages import Abort, Add, Shutdown
 from moestro.worker.rank_loop import GrammarInbox
 

@@ -19,17 +19,14 @@ from moestro.cli import main
 from moestro.config.launch_spec import LaunchSpec
 from moestro.config.serve_settings import ServeSettings, with_derived
 from moestro.core.request import ServiceClass
-from moestro.core.token_keys import request_key
-from moestro.core.work import Forward
-from moestro.cost.capacity import kv_blocks
-from moestro.cost.gpus import H20
-from moestro.cost.hf_config import network_named
-from moestro.cost.model import Batch
-from moestro.cost.popularity import PopularityForm
-from moestro.cost.priced_stages import PricedStages, whole_setup
+from moestro.core.work import Forward, request_key
+from moestro.cost.gpus import H20, kv_blocks
+from moestro.cost.model import Batch, PopularityForm
+from moestro.cost.networks import network_named
+from moestro.cost.priced_device import PricedStages, whole_setup
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.settings import PacedSettings, overridden_popularity
-from moestro.cost.staged_engines import in_4_bits
+from moestro.cost.tables import in_4_bits
 from moestro.engine.rank import Rank, build_preemptive_rank, build_rank
 from moestro.engine.settings import SchedulerOptions, SchedulerSettings
 from moestro.errors import ConfigError

@@ -15,7 +15,7 @@ from support.running import PATIENCE_S, REAL, Running, call_admin, complete, fre
 
 from moestro.config.launch_spec import LockStepSpec
 from moestro.config.serve_settings import ProcessSettings, ServeSettings
-from moestro.core.token_keys import request_key
+from moestro.core.work import request_key
 from moestro.cost.settings import PacedSettings
 from moestro.errors import ConfigError, GroupLostError
 from moestro.flow.settings import SteppingSettings

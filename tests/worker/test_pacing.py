@@ -11,15 +11,15 @@ import pytest
 from support.fake_device import make_request
 from support.running import REAL, Running, call, complete, is_idle, metrics, wait_until
 
-from moestro.core.experts.hops import DISPATCH, HOP_RECORD, Hop, HopMessage
 from moestro.core.load_figures import LoadFigures, PaceCounts
+from moestro.core.processes import WorkerKind
+from moestro.core.stages import DISPATCH, HOP_RECORD, Hop, HopMessage
 from moestro.core.work import Forward
-from moestro.core.worker_names import WorkerKind
 from moestro.cost.gpus import H20
-from moestro.cost.hf_config import network_named
 from moestro.cost.links import HOP_HEADER_BYTES, NVSWITCH_A100, Machines, hop_bytes, two_phase
 from moestro.cost.model import Batch
-from moestro.cost.priced_stages import PricedStages, whole_setup
+from moestro.cost.networks import network_named
+from moestro.cost.priced_device import PricedStages, whole_setup
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.settings import PacedSettings
 from moestro.engine.rank import Rank, build_preemptive_rank, build_rank

@@ -13,9 +13,8 @@ from support.hosts import LOOPBACK
 from support.running import wait_until
 
 import moestro.worker.peer_links
-from moestro.core.curve_keys import CurveKeys
-from moestro.core.experts.hops import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
-from moestro.core.hosts import in_address
+from moestro.core.processes import CurveKeys, in_address
+from moestro.core.stages import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
 from moestro.wire.hop_frames import Hello, HopLimits, NoTensors
 from moestro.wire.sockets import ListenAddress, new_curve_keys
 from moestro.worker.peer_links import PeerLinks

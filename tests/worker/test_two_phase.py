@@ -18,10 +18,10 @@ from support.loaded_processes import LOADED
 from support.running import wait_until
 
 from moestro.config.launch_spec import GroupSpec
-from moestro.core.experts.hops import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
+from moestro.core.stages import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage
 from moestro.flow.settings import GroupStepSettings
-from moestro.model.channels import tensor_channel
-from moestro.model.channels.tensor_channel import TensorChannels
+from moestro.model import channels
+from moestro.model.channels import TensorChannels
 from moestro.wire.hop_frames import AnnouncedHop, Announcement, Hello, Meet
 from moestro.worker import two_phase
 from moestro.worker.group_process import _two_phase as two_phase_of
@@ -368,7 +368,7 @@ def test_real_links_bring_every_message_whole_and_in_order(tmp_path, seed):
 
 @pytest.mark.parametrize("sends_tensors", [False, True], ids=["before the tensor is sent", "while tensors are sent"])
 def test_a_process_that_is_killed_during_a_receive_is_a_loss_and_leaves_nothing(tmp_path, monkeypatch, sends_tensors):
-    monkeypatch.setattr(tensor_channel, "TRANSFER_S", 4.0)
+    monkeypatch.setattr(channels, "TRANSFER_S", 4.0)
     width = 24 << 20 if sends_tensors else 1000
     before = set(threading.enumerate())
     has_announced = LOADED.Event()

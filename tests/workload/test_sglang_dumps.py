@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moestro.errors import ConfigError
-from moestro.model.loading.tensor_files import read_tensor_file
+from moestro.model.tensors import read_tensor_file
 from moestro.workload.experts.profile_readers import ProfileReading, read_profile
 from moestro.workload.experts.sglang_dumps import SglangDump, profile_of_dumps
 

@@ -36,7 +36,7 @@ from vllm.v1.request import Request
 
 from moestro.engine.hosted_order import HostOrder, host_order
 from moestro.engine.registry import ORDER_POLICIES
-from moestro.planner.known_flags import flag_list
+from moestro.planner.systems import flag_list
 
 
 def request(name: str, length: int, arrival_s: float | None = None, priority: int = 0, **xargs: object) -> Request:

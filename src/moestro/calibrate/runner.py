@@ -33,7 +33,7 @@ from moestro.calibrate.shapes import (
     spread_contexts,
 )
 from moestro.config.run_record import RunRecord, run_record
-from moestro.core.model_info import ModelInfo
+from moestro.core.request import ModelInfo
 from moestro.core.work import Device, Forward
 from moestro.cost.model import Batch
 from moestro.cost.tables import (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moestro.core.model_info import ModelInfo
+from moestro.core.request import ModelInfo
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Forward, Units
 from moestro.cost.model import Batch
 from moestro.engine.rank import ExpertObserver

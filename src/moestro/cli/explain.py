@@ -42,8 +42,7 @@ def explain(
     """
     from rich.console import Console
 
-    from moestro.cli.recorded.explain import find_trace, tell
-    from moestro.cli.recorded.perfetto import write_perfetto
+    from moestro.cli.recorded.explain import find_trace, tell, write_perfetto
 
     trace = find_trace(request_id, admin_url=admin_url, admin_api_key=admin_api_key, record=record)
     tell(trace, Console(), as_json=json)

@@ -94,28 +94,27 @@ def sim(
         A TOML file: the workload, the engines or groups of workers, and the policies and modes to compare.
     """
     with loading("the simulator"):
-        from moestro.sim.figures.request_table import check_table_name, write_request_table
-        from moestro.sim.load.recorded_engines import WhatIfSettings, read_engines
-        from moestro.sim.verb import RunChoices, replay_records, run_scenario, write_json
+        from moestro.sim import verb
+        from moestro.sim.replay import WhatIfSettings, read_engines
 
     if (scenario is None) == (not recorded.replay):
         raise ConfigError("moestro sim takes a scenario, or --replay with a record: exactly one of them")
     _check_options(runs, recorded)
     check_files({"--json": output.json, "--requests": output.requests})
     if output.requests is not None:
-        check_table_name(output.requests)
+        verb.check_table_name(output.requests)
     if output.plot is not None:
         check_folder("--plot", output.plot)
         require_extra("plots", "--plot")
-        from moestro.sim.figures.plots import save_plots
+        from moestro.sim.plots import save_plots
     if scenario is not None:
-        choices = RunChoices(
+        choices = verb.RunChoices(
             load=runs.load,
             num_seeds=runs.seeds,
             kv_offloading_size=runs.kv_offloading_size,
             num_processes=runs.jobs,
         )
-        answer = run_scenario(scenario, choices)
+        answer = verb.run_scenario(scenario, choices)
     else:
         question = WhatIfSettings(
             policies=recorded.policy,
@@ -123,11 +122,11 @@ def sim(
             engines={} if recorded.engines is None else read_engines(recorded.engines),
             is_closed_loop=recorded.closed_loop,
         )
-        answer = replay_records(recorded.replay, question)
+        answer = verb.replay_records(recorded.replay, question)
     if output.json is not None:
-        write_json(output.json, answer.report)
+        verb.write_json(output.json, answer.report)
     if output.requests is not None:
-        write_request_table(output.requests, answer.runs)
+        verb.write_request_table(output.requests, answer.runs)
     if output.plot is not None:
         save_plots(output.plot, answer.first_runs())
 

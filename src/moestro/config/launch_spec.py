@@ -10,10 +10,8 @@ import msgspec
 import numpy as np
 
 from moestro.config.kv_events_settings import KvEventsSettings
-from moestro.core.curve_keys import CurveKeys
-from moestro.core.experts.expert_table import ExpertTable, slots_of_shares
-from moestro.core.experts.table_message import TableMessage
-from moestro.core.worker_names import Worker, WorkerKind
+from moestro.core.experts.expert_table import ExpertTable, TableMessage, slots_of_shares
+from moestro.core.processes import CurveKeys, Worker, WorkerKind
 from moestro.cost.settings import PacedSettings
 from moestro.engine.settings import SchedulerOptions
 from moestro.flow.settings import GroupStepSettings, SteppingSettings

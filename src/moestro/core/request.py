@@ -1,18 +1,118 @@
-"""Requests of clients and the outputs they get: frozen values that travel between processes."""
+"""Requests of clients and the outputs they get: frozen values that travel between processes; and the model's facts.
+
+A grammar is what an answer has to follow.
+
+A mask is a function of the grammar and of the answer's tokens so far, like all changes to logits. Neither the batch,
+nor a chunk, nor a preemption, nor another engine changes it.
+
+A script is the future of a replayed request, which no policy sees.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Protocol, get_type_hints
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.grammar import Grammar
 from moestro.core.hashing import HASH_BYTES
+
+GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "choice", "lark")
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """Language to which the text of an answer is limited. Only an end token can follow a complete text.
+
+    Attributes:
+        kind: one of `GRAMMAR_KINDS`.
+        text: the JSON schema, the regular expression, a JSON list of strings, or a grammar in Lark's notation or in
+            EBNF. The text of a `json_object` is empty.
+        is_light: whether a check has found that it compiles in milliseconds. It changes where masks are computed, and
+            no mask; equal grammars may differ in it.
+    """
+
+    kind: str
+    text: str = ""
+    is_light: bool = field(default=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in GRAMMAR_KINDS:
+            raise ValueError(f"the kind of a grammar must be one of {', '.join(GRAMMAR_KINDS)}, got {self.kind!r}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskRequest:
+    """Request for the mask of the next token of one sequence.
+
+    Attributes:
+        matcher: what `GrammarBackend.matcher` returned for the sequence.
+        generated: int32[n], all tokens of the answer so far.
+        unwanted: int32[m], tokens that are excluded as long as the grammar allows others: stop tokens before
+            `min_tokens`.
+    """
+
+    matcher: Any
+    generated: NDArray[np.int32]
+    unwanted: NDArray[np.int32]
+
+
+class TokenMask(Protocol):
+    """Mask of one row of logits, computed beside the step."""
+
+    def words(self) -> NDArray[np.int32] | None:
+        """int32[words], bit t % 32 of word t // 32 says whether token t is allowed; the same at each call.
+
+        None means that the mask is not ready: the row gets no token in this step.
+        """
+        ...
+
+
+class GrammarBackend(Protocol):
+    """Computes the masks of a rank; `grammar.backend` has one."""
+
+    def matcher(self, grammar: Grammar) -> Any:
+        """Return the matcher of a new sequence."""
+        ...
+
+    def masks(self, requests: Sequence[MaskRequest]) -> Sequence[TokenMask]:
+        """Return the masks of a plan's sequences, which are computed while the plan is."""
+        ...
+
+    def is_ready(self, matcher: Any) -> bool:
+        """Whether the mask that was requested last is computed, or no mask is being computed."""
+        ...
+
+    def failure(self, matcher: Any) -> str | None:
+        """Return why a matcher allows no token any more; None means that it works."""
+        ...
+
+
+class Script(msgspec.Struct, frozen=True, gc=False):
+    """Answer of a traced request: its length, and the hashes of the blocks that it completes.
+
+    Attributes:
+        num_output_tokens: tokens after which the request ends, at least 1; `max_tokens` may end it earlier.
+        block_hashes: packed, HASH_BYTES for each block that the answer completes, in order. The first is the block of
+            the prompt's last tokens, if it is partial. The list ends early where the trace knows no more.
+        request_key: key of the request (`core.work`), which decides the experts that its tokens visit. None
+            means a key from its serial number, which differs between engines.
+    """
+
+    num_output_tokens: int
+    block_hashes: bytes = b""
+    request_key: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_output_tokens < 1:
+            raise ValueError(f"num_output_tokens must be at least 1, got {self.num_output_tokens}")
+        if len(self.block_hashes) % HASH_BYTES:
+            raise ValueError(f"block_hashes holds {len(self.block_hashes)} bytes, not a multiple of {HASH_BYTES}")
+
 
 MAX_LISTED_TOKENS = 20  # tokens of `SamplingParams.logprob_token_ids`
 
@@ -326,3 +426,75 @@ class NewOutputs(msgspec.Struct, frozen=True, gc=False):
         yield from self.others
         for request_id, token_id in zip(self.request_ids, self.token_ids, strict=True):
             yield Output(request_id=request_id, token_ids=(token_id,))
+
+
+class CardMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Uses of an accelerator's memory, in bytes.
+
+    Attributes:
+        total_bytes: memory of the card.
+        num_sharing: processes of the server that use the card.
+        weight_bytes, other_bytes: weights of one process; libraries and other programs.
+        step_bytes, graph_bytes: the most that a step takes while it runs; recorded steps.
+        kv_bytes: KV cache of one process.
+    """
+
+    total_bytes: int
+    num_sharing: int
+    weight_bytes: int
+    other_bytes: int
+    step_bytes: int
+    graph_bytes: int
+    kv_bytes: int
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A loaded network and its KV cache, for the scheduler and the API server.
+
+    Attributes:
+        model_id: key of the block hashes.
+        max_model_len: tokens of the longest sequence that is served.
+        vocab_size: token ids are in 0 .. vocab_size - 1.
+        eos_token_ids: tokens that end a sequence, ascending.
+        sampling_defaults: values for fields that a request does not set.
+        block_size: tokens of a KV block.
+        num_blocks: KV blocks.
+        num_host_blocks: blocks of host memory for KV: of preempted sequences, and below the prefix cache.
+        block_bytes: KV of one block in all layers of the rank; 0 without a KV cache.
+        host_block_ns: measured time of the copy of such a block to the device. None means that there are none.
+        num_parameters: all parameters of the network.
+        model_type: the family's name in transformers.
+        dtype: of weights and KV, for instance `bfloat16`.
+        device: for instance `cpu` or `cuda`.
+        num_layers: transformer blocks.
+        num_experts: routed experts of a layer; 0 means a dense model.
+        num_experts_per_token: experts that each token visits in a layer; 0 means a dense model.
+        pace_dilation: factor on the modelled durations of a paced device; 1 without one.
+        notes: notes for the operator, one sentence each.
+        has_logits: whether a network computes logits; a paced device without arithmetic has none.
+        card: memory of the accelerator; None on a CPU and on a paced device.
+        is_exact: whether batch and schedule never change tokens, so that another engine can continue an answer.
+    """
+
+    model_id: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
+    block_size: int
+    num_blocks: int
+    num_host_blocks: int = 0
+    block_bytes: int = 0
+    host_block_ns: int | None = None
+    num_parameters: int
+    model_type: str
+    dtype: str
+    device: str
+    num_layers: int
+    num_experts: int
+    num_experts_per_token: int
+    pace_dilation: float = 1.0
+    notes: tuple[str, ...] = ()
+    has_logits: bool = True
+    card: CardMemory | None = None
+    is_exact: bool = False

@@ -2,20 +2,26 @@
 
 A *unit* is the atom of work: consecutive tokens of one sequence in one pass (decode: one token; prefill: a chunk).
 A *device* does work; an *executor* decides in which pieces.
+
+Drawn routing recognises a token by its key: the same in any engine, slot, batch and mode.
+
+A token key holds the source domain, the request and the position of a token. A request key is the token key of
+position 0, so a token's key is its request's key plus its position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.grammar import TokenMask
 from moestro.core.load_figures import PassCounts
-from moestro.core.request import MAX_LISTED_TOKENS, SAMPLING_RANGES, SamplingParams, TokenLogprobs
+from moestro.core.request import MAX_LISTED_TOKENS, SAMPLING_RANGES, SamplingParams, TokenLogprobs, TokenMask
 
 Int32s = NDArray[np.int32]
 Slots = NDArray[np.int64]  # NumPy's index width; a narrower type would be converted at every look-up
@@ -330,3 +336,154 @@ class Executor(Protocol):
         None means that only the hardware knows, and FOREVER_NS that nothing happens before a plan or a message comes.
         """
         ...
+
+
+Int64s = NDArray[np.int64]
+_COLUMNS = ("slot", "serial", "service_class", "start", "num_tokens", "write_start", "logits", "sampling")
+
+
+def select_units(units: Units, index: Int64s) -> Units:
+    """Select the units at `index`, which are distinct, in that order."""
+    spans = _spans(units.num_tokens, index)
+    following = units.next_token_ids
+    if following is not None:
+        asks = units.logits & LOGITS_PROMPT != 0
+        following = following[_spans(np.where(asks, units.num_tokens, 0), index)]
+        following = following if len(following) else None
+    return Units(
+        **{name: getattr(units, name)[index] for name in _COLUMNS},
+        block_tables=units.block_tables[index],
+        token_ids=None if units.token_ids is None else units.token_ids[spans],
+        next_token_ids=following,
+        edits=None if units.edits is None else select_edits(units.edits, index, len(units)),
+    )
+
+
+def token_spans(first: NDArray[np.integer], num_tokens: NDArray[np.integer]) -> Int64s:
+    """int64[sum of num_tokens], for each i the num_tokens[i] integers from first[i] on."""
+    ends = num_tokens.cumsum()
+    total = int(ends[-1]) if len(ends) else 0
+    spans: Int64s = np.arange(total) + np.repeat(first - (ends - num_tokens), num_tokens)
+    return spans
+
+
+def _spans(num_tokens: Int32s, index: Int64s) -> Int64s:
+    """Positions of the tokens of the units at `index` among the tokens of all units."""
+    return token_spans((num_tokens.cumsum() - num_tokens)[index], num_tokens[index])
+
+
+def select_edits(edits: LogitEdits, index: Int64s, num_units: int) -> LogitEdits | None:
+    """Select the edits of the units at `index` of `num_units` units. None means that they ask for none."""
+    new = np.full(num_units, -1, np.int32)
+    new[index] = np.arange(len(index))
+
+    def keep(columns: Int32s) -> tuple[Int32s, Int64s]:
+        """Keep columns of selected units, with their new index and sorted by unit. Returns also their old positions."""
+        kept = np.flatnonzero(new[columns[0]] >= 0)
+        kept = kept[np.argsort(new[columns[0, kept]], kind="stable")]
+        return np.concatenate([new[columns[:1, kept]], columns[1:, kept]]), kept
+
+    counted, counted_at = keep(edits.counted)
+    biased, biased_at = keep(edits.biased)
+    (banned, _), (banned_after, _) = keep(edits.banned), keep(edits.banned_after)
+    uncounted = keep(edits.uncounted[None])[0][0]
+    kept_masks = sorted(((int(new[unit]), mask) for unit, mask in edits.masks if new[unit] >= 0), key=itemgetter(0))
+    if not (kept_masks or any(each.size for each in (counted, biased, banned, banned_after, uncounted))):
+        return None
+    return LogitEdits(
+        counted=counted,
+        num_generated=edits.num_generated[counted_at],
+        biased=biased,
+        bias=edits.bias[biased_at],
+        banned=banned,
+        masks=tuple(kept_masks),
+        uncounted=uncounted,
+        banned_after=banned_after,
+    )
+
+
+def join_edits(parts: Sequence[tuple[LogitEdits | None, int]]) -> LogitEdits | None:
+    """Join the edits of neighbouring sets of units. A part is the set's edits, if any, and its number of units."""
+    shifted = []
+    offset = 0
+    for edits, num_units in parts:
+        if edits is not None:
+            shifted.append((edits, np.array([[offset], [0], [0]], np.int32)))
+        offset += num_units
+    if not shifted:
+        return None
+    return LogitEdits(
+        counted=np.concatenate([edits.counted + by[:2] for edits, by in shifted], axis=1),
+        num_generated=np.concatenate([edits.num_generated for edits, _ in shifted]),
+        biased=np.concatenate([edits.biased + by[:2] for edits, by in shifted], axis=1),
+        bias=np.concatenate([edits.bias for edits, _ in shifted]),
+        banned=np.concatenate([edits.banned + by[:2] for edits, by in shifted], axis=1),
+        masks=tuple((unit + int(by[0, 0]), mask) for edits, by in shifted for unit, mask in edits.masks),
+        uncounted=np.concatenate([edits.uncounted + by[0] for edits, by in shifted]),
+        banned_after=np.concatenate([edits.banned_after + by for edits, by in shifted], axis=1),
+    )
+
+
+Keys = NDArray[np.uint64]
+
+_POSITION_BITS, _REQUEST_BITS, _DOMAIN_BITS = 24, 32, 8
+MAX_DOMAINS = 1 << _DOMAIN_BITS
+
+
+def request_key(number: int, domain: int = 0) -> int:
+    """Make the key of a request from its number in the workload.
+
+    Args:
+        number: row of a trace, at least 0; numbers that differ by a multiple of 2**32 get the same key.
+        domain: source domain of the request, below `MAX_DOMAINS`.
+    """
+    assert 0 <= domain < MAX_DOMAINS, f"domain {domain} is not in 0 .. {MAX_DOMAINS - 1}"
+    return ((domain << _REQUEST_BITS) + (number & ((1 << _REQUEST_BITS) - 1))) << _POSITION_BITS
+
+
+def request_keys(numbers: NDArray[np.int64]) -> Keys:
+    """uint64[n], `request_key` of each of `numbers`, all from domain 0."""
+    keys: Keys = (numbers & ((1 << _REQUEST_BITS) - 1)).astype(np.uint64) << np.uint64(_POSITION_BITS)
+    return keys
+
+
+def named_request_key(request_id: str, domain: int = 0) -> int:
+    """Make the key of a request that has no number in a workload, from its id.
+
+    Two of n requests get the same key with a chance of n**2 / 2**33. They then visit the same experts.
+    """
+    digest = blake2b(request_id.encode(), digest_size=_REQUEST_BITS // 8).digest()
+    return request_key(int.from_bytes(digest, "little"), domain)
+
+
+def token_keys(request_keys: Keys, start: NDArray[np.int32], num_tokens: NDArray[np.int32]) -> Keys:
+    """uint64[sum of num_tokens], the key of each token of n units in order.
+
+    Args:
+        request_keys: uint64[n], request of each unit.
+        start: int[n], position of each unit's first token.
+        num_tokens: int[n], tokens of each unit, at least 1.
+    """
+    if int(num_tokens.sum()) == len(start):  # all decode: one addition
+        keys: Keys = request_keys + start.astype(np.uint64)
+        return keys
+    spread: Keys = np.repeat(request_keys, num_tokens) + token_spans(start, num_tokens).astype(np.uint64)
+    return spread
+
+
+def domains_of(keys: Keys) -> NDArray[np.int64]:
+    """int64[n], source domain of each token."""
+    domains: NDArray[np.int64] = (keys >> np.uint64(_REQUEST_BITS + _POSITION_BITS)).astype(np.int64)
+    return domains
+
+
+def requests_of(keys: Keys) -> Keys:
+    """uint64[n], key of each token's request without its position."""
+    requests: Keys = keys >> np.uint64(_POSITION_BITS)
+    return requests
+
+
+def positions_of(keys: Keys) -> NDArray[np.int64]:
+    """int64[n], position of each token in its request."""
+    positions: NDArray[np.int64] = (keys & np.uint64((1 << _POSITION_BITS) - 1)).astype(np.int64)
+    return positions

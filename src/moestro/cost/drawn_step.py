@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.core.token_keys import Keys
-from moestro.cost.collectives import FREE, Collective
+from moestro.core.work import Keys
+from moestro.cost.links import FREE, Collective
 from moestro.cost.model import Batch, Int64s, StageCostModel
 from moestro.cost.roofline import HostCost
 
@@ -208,7 +208,7 @@ class KeyedBatch:
 
     Attributes:
         batch: the units.
-        keys: uint64[tokens], keys of `core.token_keys` of the units' concatenated tokens.
+        keys: uint64[tokens], keys of `core.work` of the units' concatenated tokens.
     """
 
     batch: Batch

@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 
 from moestro.core.clock import FOREVER_NS
-from moestro.core.columns import ONE, has_true, int32
 from moestro.core.request import FinishReason
+from moestro.core.views import ONE, has_true, int32
 from moestro.core.work import Int32s, Slots
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.sequences import COMPUTED, TOKENS
-from moestro.engine.step_output import StepOutput
+from moestro.engine.steps import StepOutput
 
 _NO_OUTPUT = StepOutput()  # of most jumps; callers must not change it
 TAKE, FILL = 0, 1  # within a step: `schedule` takes blocks, then `update` caches the full ones

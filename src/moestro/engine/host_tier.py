@@ -11,19 +11,177 @@ the memory holds full blocks under their hashes, as the prefix cache does:
    and does not evict soon, go first; then the least recently used ones.
 
 A block whose parent is in neither tier can hit nothing, so it leaves both (`forgotten`).
+
+A prefix in host memory is copied or computed again, whichever is cheaper.
+
+Copies are collected until the next plan and go with it: first those out of the device, then those into it, then the
+plan's units. A host block that is read by the next plan is therefore not written before that plan.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Protocol
 
-from moestro.core.work import BlockMoves
+import numpy as np
+
+from moestro.core.work import BlockMoves, Plan
 from moestro.engine.block_pool import BlockPool, CacheEvent
-from moestro.engine.host_blocks import HostBlocks
-from moestro.engine.load_prices import FREE_COPIES, LoadPrices
 from moestro.engine.sequences import Sequence
 from moestro.errors import InvariantError
+
+
+class HostBlocks:
+    """Allocates blocks of host memory, and collects the copies to and from the device.
+
+    Args:
+        num_blocks: blocks of host memory.
+
+    Attributes:
+        read: host blocks that the next plan reads.
+        num_out, num_in: copies out of the device, and into it, that plans have taken.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._freed_when_read: list[int] = []
+        self._kept: dict[int, int] = {}  # device block by host block
+        self._restored: list[tuple[int, int]] = []  # (host block, device block)
+        self.read: set[int] = set()
+        self.num_out = self.num_in = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated."""
+        return len(self._free)
+
+    def allocate(self) -> int:
+        """Take a free block; the caller has checked `num_free`."""
+        return self._free.pop()
+
+    def release(self, host_block: int) -> None:
+        """Free a block; one that the next plan reads is free after that plan."""
+        if host_block in self.read:
+            self._freed_when_read.append(host_block)
+        else:
+            self._kept.pop(host_block, None)  # the copy would never be read
+            self._free.append(host_block)
+
+    def copy_out(self, device_block: int, host_block: int) -> None:
+        """Copy a block out of the device with the next plan."""
+        self._kept[host_block] = device_block
+
+    def copy_in(self, host_block: int, device_block: int) -> None:
+        """Copy a block into the device with the next plan, after all copies out of it."""
+        self._restored.append((host_block, device_block))
+        self.read.add(host_block)
+
+    def take_moves(self) -> BlockMoves | None:
+        """Take the copies since the last call, for the next plan. None means that there are none."""
+        if not self._kept and not self._restored:
+            return None
+        kept = [(device_block, host_block) for host_block, device_block in self._kept.items()]
+        moves = BlockMoves(_columns(kept), _columns(self._restored))
+        self.num_out += len(self._kept)
+        self.num_in += len(self._restored)
+        self._kept, self._restored = {}, []
+        self._free += self._freed_when_read
+        self._freed_when_read.clear()
+        self.read.clear()
+        return moves
+
+    def unused(self) -> Iterable[int]:
+        """Blocks that are free, now or after the next plan."""
+        return [*self._free, *self._freed_when_read]
+
+
+def _columns(moves: list[tuple[int, int]]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    return np.array(moves, np.int64).reshape(-1, 2).T
+
+
+_LEAST_TOKENS = 32  # of a step whose duration tells what the computation of a prompt takes
+_NEW_SHARE = 0.2  # weight of the newest step
+
+
+class LoadPrices(Protocol):
+    """Costs that decide whether a prefix is copied from host memory or computed again."""
+
+    def copying_ns(self, num_blocks: int) -> int:
+        """Time of a copy of blocks to the device."""
+        ...
+
+    def computing_ns(self, start: int, num_tokens: int) -> int:
+        """Time that the computation of a prompt's tokens from position `start` on takes."""
+        ...
+
+
+class LinearPrices(NamedTuple):
+    """Prices in proportion to the blocks copied and to the tokens computed.
+
+    Attributes:
+        block_ns: time of the copy of a block.
+        token_ns: time of the computation of a token.
+    """
+
+    block_ns: float
+    token_ns: float
+
+    def copying_ns(self, num_blocks: int) -> int:
+        """Implement `LoadPrices.copying_ns`."""
+        return round(num_blocks * self.block_ns)
+
+    def computing_ns(self, start: int, num_tokens: int) -> int:
+        """Implement `LoadPrices.computing_ns`."""
+        return round(num_tokens * self.token_ns)
+
+
+FREE_COPIES = LinearPrices(0.0, 1.0)  # where nothing is measured: a copy always pays
+
+
+class MeasuredPrices:
+    """Prices of a running engine: the copy as measured at the start, the computation as its own steps take.
+
+    Before the first prompt a copy always pays.
+
+    Args:
+        block_ns: time of the copy of a block to the device.
+
+    Attributes:
+        token_ns: time of a token in steps of prompts. None means that no such step has ended.
+    """
+
+    def __init__(self, block_ns: float) -> None:
+        self.block_ns = block_ns
+        self.token_ns: float | None = None
+        self._begun: deque[tuple[int, int]] = deque()  # time and tokens of steps in flight; 0 tokens tell nothing
+        self._last_end_ns = 0
+
+    def copying_ns(self, num_blocks: int) -> int:
+        """Implement `LoadPrices.copying_ns`."""
+        return round(num_blocks * self.block_ns)
+
+    def computing_ns(self, start: int, num_tokens: int) -> int:
+        """Implement `LoadPrices.computing_ns`."""
+        token_ns = self.block_ns + 1 if self.token_ns is None else self.token_ns
+        return round(num_tokens * token_ns)
+
+    def began(self, plan: Plan, now_ns: int) -> None:
+        """Note the submission of a plan."""
+        num_tokens = plan.num_tokens
+        tells = num_tokens >= max(_LEAST_TOKENS, 4 * len(plan.units)) and plan.moves is None
+        self._begun.append((now_ns, num_tokens if tells else 0))
+
+    def ended(self, now_ns: int) -> None:
+        """Note the result of the oldest plan in flight."""
+        begun_ns, num_tokens = self._begun.popleft()
+        if num_tokens:
+            token_ns = (now_ns - max(begun_ns, self._last_end_ns)) / num_tokens
+            last = token_ns if self.token_ns is None else self.token_ns
+            self.token_ns = last + _NEW_SHARE * (token_ns - last)
+        self._last_end_ns = now_ns
+
 
 _RESERVE_SHARE = 8  # of the smaller tier's blocks: one of so many is written ahead, and is then in both tiers
 

@@ -23,7 +23,7 @@ from moestro.core.work import Device, Forward, IsWanted, Plan, PlanWanted, Slots
 from moestro.engine.rank import Rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
-from moestro.engine.step_output import StepOutput
+from moestro.engine.steps import StepOutput
 from moestro.errors import ConfigError
 
 # New figures cost a message to the API server. An engine without tokens has no other reason to send one at every step.

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.grammar import GrammarBackend, MaskRequest, TokenMask
-from moestro.core.request import Request
+from moestro.core.request import GrammarBackend, MaskRequest, Request, TokenMask
 from moestro.core.work import Int32s, LogitEdits
 
 _FIRST_ROOM = 64  # new tokens for which arrays have room at first
@@ -164,7 +163,7 @@ _NO_PAIRS = np.empty((2, 0), np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ListedTokens:
-    """Mask of the tokens that a request lists, perhaps narrowed by another mask; implements `core.grammar.TokenMask`.
+    """Mask of the tokens that a request lists, perhaps narrowed by another mask; implements `core.request.TokenMask`.
 
     Attributes:
         listed: int32[words], as in `TokenMask.words`.

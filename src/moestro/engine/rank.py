@@ -1,23 +1,29 @@
-"""One rank: a scheduler and an executor, and the one loop step that joins them. Its driver owns time and transport."""
+"""One rank: a scheduler and an executor, and the one loop step that joins them. Its driver owns time and transport.
+
+The fused executor runs one whole forward pass for each plan; tests compare the other executors with it.
+A rank's driver publishes the changes of its prefix cache.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.columns import ONE, all_nonzero, all_true, has_true, true_rows
-from moestro.core.load_figures import LoadFigures, PaceCounts
+from moestro.core.clock import FOREVER_NS
+from moestro.core.load_figures import LoadFigures, PaceCounts, PassCounts
 from moestro.core.request import NewOutputs, Output, Request
 from moestro.core.stages import StagedDevice
-from moestro.core.views import BE, StepPolicy
+from moestro.core.views import BE, ONE, StepPolicy, all_nonzero, all_true, has_true, true_rows
 from moestro.core.work import (
     FROM_STEP_BEFORE,
     Device,
     Executor,
+    Forward,
     Int32s,
     IsWanted,
     Plan,
@@ -26,17 +32,87 @@ from moestro.core.work import (
     StepResult,
     never_wanted,
 )
+from moestro.engine.admission import AdmissionCandidate
+from moestro.engine.block_pool import CacheEvent, Place
 from moestro.engine.event_recorder import EventRecorder
-from moestro.engine.fused import FusedExecutor
-from moestro.engine.load_prices import MeasuredPrices
+from moestro.engine.host_tier import MeasuredPrices
 from moestro.engine.scheduler import Scheduler
-from moestro.engine.sequences import COMPUTED
+from moestro.engine.sequences import COMPUTED, BlockContent
 from moestro.engine.settings import SchedulerSettings
-from moestro.engine.step_output import StepOutput, outputs_of
-from moestro.engine.units import make_units
-from moestro.engine.waiting_admission import AdmissionCandidate
-from moestro.errors import InvariantError
+from moestro.engine.steps import StepOutput, make_units, outputs_of
+from moestro.errors import CopyError, InvariantError
 from moestro.flow.executor import FlowExecutor
+
+_ANY_PLAN, _NEXT_PLAN = PlanWanted(), PlanWanted(follows=True)
+
+
+class FusedExecutor:
+    """Launches each plan on the device as one item.
+
+    Args:
+        device: computes the items.
+        runs_ahead: whether a plan that follows the one in flight is launched behind it, so that the device need not
+            wait for the host. The device then has to know `core.work.FROM_STEP_BEFORE`.
+
+    Attributes:
+        pass_counts: zeros, because no plan passes another.
+        num_pieces: plans submitted.
+    """
+
+    pass_counts = PassCounts()
+
+    def __init__(self, device: Device, *, runs_ahead: bool = False) -> None:
+        self._device = device
+        self._runs_ahead = runs_ahead
+        self._results: deque[StepResult] = deque()
+        self._num_in_flight = 0
+        self._lost: StepResult | None = None  # of the plan submitted last, whose copies failed
+        self.num_pieces = 0
+
+    def wanted_plan(self) -> PlanWanted | None:
+        """Want one plan at a time, and one that follows it."""
+        if self._num_in_flight == 0:
+            return _ANY_PLAN
+        if self._lost is not None:
+            return None
+        return _NEXT_PLAN if self._runs_ahead and self._num_in_flight == 1 else None
+
+    def submit(self, plan: Plan, now_ns: int) -> None:
+        """Launch `plan`, after its KV copies. If these fail, its units return without having been computed."""
+        self.num_pieces += 1
+        self._num_in_flight += 1
+        if plan.moves is not None:
+            try:
+                self._device.move_blocks(plan.moves, now_ns)
+            except CopyError:
+                self._lost = StepResult(plan.units.slot, failed=plan.moves)
+                return
+        self._device.launch(Forward(plan.units), now_ns)
+
+    def start(self, now_ns: int) -> None:
+        """Do nothing; a plan starts when it is submitted."""
+
+    def recall(self, slots: Slots, now_ns: int) -> Slots:
+        """Recall no unit; a forward pass that has begun runs to its end."""
+        return np.empty(0, np.int64)
+
+    def poll(self, now_ns: int, is_wanted: IsWanted = never_wanted) -> StepResult | None:
+        """Take the oldest result that is ready, or None."""
+        self._results.extend(self._device.poll(now_ns))
+        if self._num_in_flight == 1 and self._lost is not None:  # plans return in the order in which they came
+            self._results.append(self._lost)
+            self._lost = None
+        if not self._results:
+            return None
+        self._num_in_flight -= 1
+        return self._results.popleft()
+
+    def ready_at_ns(self) -> int | None:
+        """Implement `Executor.ready_at_ns`."""
+        if self._lost is not None and self._num_in_flight == 1:
+            return 0
+        return self._device.ready_at_ns() if self._num_in_flight else FOREVER_NS
+
 
 # Of the sequences of a step that goes ahead without those that follow a grammar: each of these then takes every other
 # step, which costs more tokens than the host's time is worth if they are many.
@@ -441,3 +517,99 @@ def build_preemptive_rank(
     """
     executor = FlowExecutor(device, policy, launch_ahead)
     return Rank(Scheduler(settings, executor.recall), executor, passes_decodes=passes_decodes)
+
+
+class StoredBlocks(NamedTuple):
+    """Consecutive blocks of a prompt that entered the prefix cache.
+
+    Attributes:
+        parent: name of the block before the first one. None means that the first one begins a prompt.
+        names: hashes of the blocks.
+        token_ids: packed int32, the tokens of all blocks.
+        cache_salt: salt of the names, where the first block begins a prompt.
+        is_on_host: whether they entered host memory. They have neither parent nor tokens then, which were reported when
+            they entered the device's cache.
+    """
+
+    parent: bytes | None
+    names: tuple[bytes, ...]
+    token_ids: bytes
+    cache_salt: str | None
+    is_on_host: bool = False
+
+
+class RemovedBlocks(NamedTuple):
+    """Blocks that left the prefix cache on the device, or in host memory."""
+
+    names: tuple[bytes, ...]
+    is_on_host: bool = False
+
+
+class CacheChanges(NamedTuple):
+    """Blocks by which a prefix cache differs from an earlier state of itself, as packed hashes in the order of events.
+
+    Attributes:
+        stored: blocks that are on the device now.
+        removed: blocks that no tier has any more.
+        hosted: blocks that host memory alone has now.
+    """
+
+    stored: bytes = b""
+    removed: bytes = b""
+    hosted: bytes = b""
+
+
+UNCHANGED = CacheChanges()
+
+
+def changes_of(journal: Sequence[CacheEvent]) -> CacheChanges:
+    """Return the net changes of a journal. A block that entered and left in it counts as removed, which is harmless."""
+    place_of: dict[bytes, Place] = {}
+    for event in journal:
+        place = event.place
+        if place is not None:
+            place_of.pop(event.block_hash, None)  # so that the order is that of the last events
+            place_of[event.block_hash] = place
+    by_place: dict[Place, list[bytes]] = {place: [] for place in Place}
+    for name, last in place_of.items():
+        by_place[last].append(name)
+    return CacheChanges(*(b"".join(by_place[place]) for place in (Place.DEVICE, Place.GONE, Place.HOST)))
+
+
+class CacheEvents:
+    """Collects the events of `scheduler`'s prefix cache, from an empty cache on."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._journal: list[CacheEvent] = []
+        self._contents: dict[bytes, BlockContent] = {}
+        scheduler.pool.journal, scheduler.state.block_contents = self._journal, self._contents
+
+    def take(self) -> list[StoredBlocks | RemovedBlocks]:
+        """The events since the last call, in order; consecutive blocks are merged into one event."""
+        events: list[StoredBlocks | RemovedBlocks] = []
+        for each in self._journal:
+            last = events[-1] if events else None
+            if each.is_on_host or not each.is_stored:
+                kind = StoredBlocks if each.is_stored else RemovedBlocks
+                if isinstance(last, kind) and last.is_on_host == each.is_on_host:
+                    events[-1] = last._replace(names=(*last.names, each.block_hash))
+                else:
+                    events.append(_without_tokens(each))
+                continue
+            content = self._contents[each.block_hash]
+            follows = isinstance(last, StoredBlocks) and not last.is_on_host and content.parent == last.names[-1]
+            if isinstance(last, StoredBlocks) and follows:
+                names, token_ids = (*last.names, each.block_hash), last.token_ids + content.token_ids
+                events[-1] = last._replace(names=names, token_ids=token_ids)
+            else:
+                events.append(StoredBlocks(content.parent, (each.block_hash,), content.token_ids, content.cache_salt))
+        self._journal.clear()
+        self._contents.clear()
+        return events
+
+
+def _without_tokens(event: CacheEvent) -> StoredBlocks | RemovedBlocks:
+    """Make the event of a block whose tokens are not reported with it."""
+    if event.is_stored:
+        return StoredBlocks(None, (event.block_hash,), b"", None, event.is_on_host)
+    return RemovedBlocks((event.block_hash,), event.is_on_host)

@@ -14,23 +14,24 @@ from typing import Any
 
 import numpy as np
 
-from moestro.core.columns import ONE, all_nonzero, has_true
-from moestro.core.grammar import GrammarBackend
-from moestro.core.request import FinishReason, Request
+from moestro.core.request import FinishReason, GrammarBackend, Request
 from moestro.core.scheduling_events import SequencePreempted
-from moestro.core.views import BE, LS, BatchLimits, BatchView
+from moestro.core.views import BE, LS, ONE, BatchLimits, BatchView, all_nonzero, has_true
 from moestro.core.work import BlockMoves, Int32s, Plan, Slots, StepResult, Units
-from moestro.engine.decode_run import DecodeRun
+from moestro.engine.admission import (
+    AdmissionCandidate,
+    PolicyViews,
+    PreemptionVictim,
+    Recall,
+    SequencePreemption,
+    WaitingAdmission,
+)
 from moestro.engine.event_recorder import EventRecorder
-from moestro.engine.policies.admission import check_length
-from moestro.engine.policy_views import PolicyViews
-from moestro.engine.scheduler_state import SchedulerState
-from moestro.engine.sequence_preemption import PreemptionVictim, Recall, SequencePreemption
+from moestro.engine.scheduler_state import DecodeRun, SchedulerState
 from moestro.engine.sequences import Sequence
 from moestro.engine.settings import SchedulerSettings
-from moestro.engine.step_output import StepOutput, append_sampled_tokens
-from moestro.engine.units import make_units
-from moestro.engine.waiting_admission import AdmissionCandidate, WaitingAdmission
+from moestro.engine.steps import StepOutput, append_sampled_tokens, make_units
+from moestro.engine.waiting import check_length
 from moestro.errors import InvariantError, QueueFullError, RequestError
 
 # Of the token budget: a prompt waits for others' rows rather than be cut into smaller chunks, each of which reads the

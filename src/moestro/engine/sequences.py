@@ -16,18 +16,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.columns import SHORT, ZERO, has_true
-from moestro.core.grammar import GrammarBackend
 from moestro.core.hashing import HASH_BYTES, name_key, split_hashes
 from moestro.core.request import (
     MAX_LISTED_TOKENS,
     SAMPLING_RANGES,
+    GrammarBackend,
     Request,
     SamplingParams,
     ServiceClass,
     TokenLogprobs,
 )
-from moestro.core.views import BE, LS
+from moestro.core.views import BE, LS, SHORT, ZERO, has_true
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Int32s, LogitEdits, Slots
 from moestro.engine.logit_edits import SequenceEdits, join_edits
 

@@ -25,13 +25,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import earliest
-from moestro.core.experts.hops import DISPATCH, REPLY, HopMessage, join_records
 from moestro.core.load_figures import PassCounts
 from moestro.core.stages import (
+    DISPATCH,
+    REPLY,
     Attention,
     AttentionDone,
     Experts,
     ExpertsDone,
+    HopMessage,
     Merge,
     Merged,
     Passage,
@@ -39,6 +41,7 @@ from moestro.core.stages import (
     StageResult,
     StageShape,
     Stopped,
+    join_records,
 )
 from moestro.core.views import LS, Run, StepPolicy, Wait
 from moestro.core.work import Int32s, Plan, PlanWanted, Slots, StepResult

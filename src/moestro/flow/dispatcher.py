@@ -14,10 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.columns import true_rows
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.core.experts.hops import DISPATCH, HOP_RECORD, Hop, HopMessage, HopRecords
-from moestro.core.views import LS, NUM_CLASSES
+from moestro.core.stages import DISPATCH, HOP_RECORD, Hop, HopMessage, HopRecords
+from moestro.core.views import LS, NUM_CLASSES, true_rows
 from moestro.core.work import Int32s
 from moestro.flow.events import Send
 from moestro.flow.guests import Pairs

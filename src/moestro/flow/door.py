@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.stages import Passage, StageShape
-from moestro.core.unit_sets import select_units
 from moestro.core.views import LS, Run, StepPolicy, Wait
-from moestro.core.work import Plan, Slots
+from moestro.core.work import Plan, Slots, select_units
 from moestro.errors import InvariantError
 from moestro.flow.items import ItemMaker, LaunchedItem
 from moestro.flow.micro_queues import MicroQueues

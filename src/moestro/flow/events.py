@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import ExpertTable
-from moestro.core.experts.hops import HopMessage
-from moestro.core.stages import StageItem, StageResult
+from moestro.core.stages import HopMessage, StageItem, StageResult
 from moestro.core.work import Int32s, Plan, StepResult
 
 Int64s = NDArray[np.int64]

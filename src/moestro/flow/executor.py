@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS, earliest
 from moestro.core.experts.expert_table import ExpertTable
-from moestro.core.experts.hops import HopMessage
 from moestro.core.load_figures import PassCounts
-from moestro.core.stages import StagedDevice
+from moestro.core.stages import HopMessage, StagedDevice
 from moestro.core.views import StepPolicy
 from moestro.core.work import IsWanted, Plan, PlanWanted, Slots, StepResult, never_wanted
 from moestro.flow.core import FlowCore

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.experts.hops import REPLY, Hop, HopMessage
+from moestro.core.stages import REPLY, Hop, HopMessage
 from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.events import Send, Store
 from moestro.flow.guests import Guests, Pairs

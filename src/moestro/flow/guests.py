@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.experts.hops import HOP_RECORD, HopMessage, HopRecords, join_records
+from moestro.core.stages import HOP_RECORD, HopMessage, HopRecords, join_records
 from moestro.core.views import LS
 from moestro.core.work import Int32s
 from moestro.errors import InvariantError

@@ -13,8 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.stages import Merges, StageShape
-from moestro.core.unit_sets import join_edits, select_edits
-from moestro.core.work import LOGITS_PROMPT, SAMPLING_ROW, Int32s, LogitEdits, Slots, StepVisits, Units, range_ends
+from moestro.core.work import (
+    LOGITS_PROMPT,
+    SAMPLING_ROW,
+    Int32s,
+    LogitEdits,
+    Slots,
+    StepVisits,
+    Units,
+    join_edits,
+    range_ends,
+    select_edits,
+)
 from moestro.errors import InvariantError
 
 # The units in the network as columns, from which any set of them is gathered at once.

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from cyclopts import Group, Parameter
 
 from moestro.config.idle_flags import Need
-from moestro.core.hosts import in_address
+from moestro.core.processes import in_address
 from moestro.core.setting_checks import PORT, CheckedSettings, above, at_least, between
 from moestro.errors import ConfigError
 from moestro.gateway.clients.paths import can_be_opened

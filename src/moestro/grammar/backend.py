@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.grammar import Grammar, MaskRequest
+from moestro.core.request import Grammar, MaskRequest
 from moestro.core.work import Int32s
 from moestro.grammar.compiler import VocabularySource
 from moestro.grammar.host import (
@@ -279,7 +279,7 @@ class AnswerMatcher:
 
 
 class _Mask:
-    """Mask of one request; implements `core.grammar.TokenMask`."""
+    """Mask of one request; implements `core.request.TokenMask`."""
 
     __slots__ = ("_backend", "_request", "_words")
 
@@ -308,7 +308,7 @@ class _Mask:
 
 
 class MaskBackend:
-    """Computes the masks of a rank's sequences; implements `core.grammar.GrammarBackend`.
+    """Computes the masks of a rank's sequences; implements `core.request.GrammarBackend`.
 
     Args:
         source: vocabulary of the model.

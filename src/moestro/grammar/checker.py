@@ -14,7 +14,7 @@ from threading import BoundedSemaphore, Lock
 
 import msgspec
 
-from moestro.core.grammar import Grammar
+from moestro.core.request import Grammar
 from moestro.grammar.compiler import VocabularySource
 from moestro.grammar.host import BEGUN, CHECK, TRY, CheckAnswer, GrammarHost, excess
 from moestro.text.chats.chat_template import read_message, write_message

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from moestro.core.grammar import Grammar
+from moestro.core.request import Grammar
 from moestro.errors import MoestroError
 
 # A line break and the indentation of fifteen levels by two. Without a limit, a model may write spaces for ever.

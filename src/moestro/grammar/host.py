@@ -16,7 +16,7 @@ from threading import Lock
 
 import msgspec
 
-from moestro.core.grammar import Grammar
+from moestro.core.request import Grammar
 from moestro.grammar.compiler import VocabularySource
 from moestro.text.chats.chat_template import write_message
 

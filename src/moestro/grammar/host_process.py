@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from moestro.core.grammar import Grammar
+from moestro.core.request import Grammar
 from moestro.grammar.compiler import GrammarCompiler, GrammarError, VocabularySource, failure_of
 from moestro.grammar.host import (
     BEGUN,

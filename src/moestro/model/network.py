@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
@@ -12,23 +14,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moestro.core.experts.expert_table import EMPTY
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.core.views import LS
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, SAMPLING_ROW, Int32s, Units
 from moestro.errors import UnsupportedModelError
 from moestro.files.config_fields import layer_of_name
 from moestro.model.attention import STEP_ARGUMENT
 from moestro.model.experts.expert_slots import keep_experts, pack_experts
-from moestro.model.experts.expert_visits import ExpertVisitCounter
 from moestro.model.experts.gate_override import GateOverride, GateShape
 from moestro.model.experts.routed import Routing, is_experts, tag_experts
-from moestro.model.float8 import SCALES
 from moestro.model.kernels.exchange import KernelExchange
 from moestro.model.kernels.kernel_build import KernelBuild
 from moestro.model.kernels.packing import can_pack, leave_files, pack_linears
 from moestro.model.pools import KVPools
 from moestro.model.sampler import find_peaks
-from moestro.model.step import PagedStep
+from moestro.model.step import ExpertVisitCounter, PagedStep
+from moestro.model.tensors import SCALES
 
 logger = logging.getLogger(__name__)
 
@@ -349,3 +350,40 @@ def _probe_units(num_tokens: int, vocab_size: int) -> Units:
         sampling=np.zeros(1, SAMPLING_ROW),
         token_ids=np.linspace(0, vocab_size - 1, num_tokens).astype(np.int32),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WorkerShare:
+    """Share of a network that a worker of a group keeps, and its room for tokens of other workers.
+
+    Attributes:
+        worker: number of the worker in the table.
+        make_table: function of (layers, experts of a layer) that returns the placement of the experts. A worker
+            without experts has none in its row of the table.
+        keeps_empty_slots: whether a worker whose slots are all empty keeps them, for experts that come later.
+        num_guests: tokens of other workers that may be among this worker's experts at once; 0 where experts are
+            exchanged in whole steps.
+    """
+
+    worker: int
+    make_table: Callable[[int, int], ExpertTable]
+    num_guests: int = 0
+    keeps_empty_slots: bool = False
+
+    def slots(self, network: Network) -> Int32s:
+        """int32[layers, slots], logical expert in each of the worker's slots; EMPTY means none."""
+        table = self.make_table(network.num_layers, network.num_experts)
+        logical_of: Int32s = table.logical_of[self.worker]
+        return logical_of if self.keeps_empty_slots or (logical_of != EMPTY).any() else logical_of[:, :0]
+
+    def cut(self, network: Network, *, keeps_attention: bool = True) -> None:
+        """Drop what the worker does not own. The network's linear layers may be packed, its experts may not.
+
+        Args:
+            network: a network with all weights.
+            keeps_attention: whether the worker keeps everything but the routed experts of others.
+        """
+        network.keep_experts(self.slots(network))
+        if not keeps_attention:
+            network.drop_all_but_experts()
+        gc.collect()  # modules of transformers may refer to each other

@@ -1,7 +1,13 @@
-"""A step's units as the tensors that all layers share. NumPy builds everything, without a Python object per token.
+"""A step on the device: its units as tensors that all layers share, and its result from the logits.
+
+NumPy builds the tensors, without a Python object per token.
 
 Units lie end to end in one row of tokens. The slots that each token's K and V go to, and the slots that each query
 reads, depend only on the block tables. They are computed once a step (once per window, where layers differ).
+
+The result is made in two halves: the device's computation, and the host's reading.
+
+The first half never waits for an accelerator. The second runs once the step's event has passed.
 """
 
 from __future__ import annotations
@@ -9,16 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moestro.core.work import FROM_STEP_BEFORE, LOGITS_LAST, LOGITS_PROMPT, Units
+from moestro.core.request import TokenLogprobs
+from moestro.core.work import FROM_STEP_BEFORE, LOGITS_LAST, LOGITS_PROMPT, StepResult, StepVisits, Units, range_ends
 from moestro.model.pools import KVPools
-from moestro.model.upload import upload, upload_all
+from moestro.model.sampler import LogprobTensors, edit_logits, find_peaks, measure_logprobs, sample, unmasked_units
+from moestro.model.tensors import upload, upload_all
 
 Int64s = NDArray[np.int64]
 _T = TypeVar("_T", bound=np.generic)
@@ -338,3 +346,277 @@ def _group(num_blocks: Int64s, most: int) -> Iterator[Int64s]:
 def _append(array: NDArray[_T], fill: int) -> NDArray[_T]:
     """Append one column to `array`."""
     return np.concatenate([array, np.full((*array.shape[:-1], 1), fill, array.dtype)], axis=-1)
+
+
+class VisitTensor(NamedTuple):
+    """`core.work.StepVisits`, on the device. `num_pairs`: int64[units, ranges, workers]."""
+
+    version: int
+    ends: tuple[int, ...]
+    num_pairs: Tensor
+
+
+class ExpertVisitCounter:
+    """(Token, expert) pairs of each unit by range of layers and worker.
+
+    Args:
+        num_layers: layers of the network.
+        num_workers: workers of the group.
+    """
+
+    def __init__(self, num_layers: int, num_workers: int) -> None:
+        self._ends = range_ends(num_layers)
+        self._range_of = np.searchsorted(np.array(self._ends), np.arange(num_layers), side="right").tolist()
+        self._num_workers, self._version = num_workers, 0
+        self._first_column = self._num_pairs = torch.empty(0, dtype=torch.int64)
+
+    def begin(self, step: PagedStep) -> None:
+        """Begin to count a step."""
+        num_columns = len(self._ends) * self._num_workers
+        unit_of_token = np.repeat(np.arange(len(step.units)), step.num_tokens_of)
+        self._first_column = step.upload(unit_of_token * num_columns)
+        self._num_pairs = torch.zeros(
+            len(step.units) * num_columns, dtype=torch.int64, device=self._first_column.device
+        )
+
+    def add(self, layer: int, workers: Tensor, version: int) -> None:
+        """Count a layer.
+
+        Args:
+            workers: int64[tokens * k], worker of each (token, expert) pair, by token.
+            version: version of the expert table that is in use.
+        """
+        self._version = version
+        columns = workers.view(len(self._first_column), -1) + self._first_column[:, None]
+        columns += self._range_of[layer] * self._num_workers
+        self._num_pairs.scatter_add_(0, columns.view(-1), torch.ones_like(workers))
+
+    def read(self) -> VisitTensor:
+        """Return the counts of the step."""
+        shape = (-1, len(self._ends), self._num_workers)
+        return VisitTensor(self._version, self._ends, self._num_pairs.view(shape))
+
+
+_NO_TOKEN = -1  # placeholder token of a row with non-finite logits
+_EXCLUDED = -2  # placeholder token of a row whose edits exclude all tokens
+_MAX_MEASURED_ROWS = 256  # log probabilities of a long prompt come in pieces, because each copies its logits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogprobRows:
+    """Log probabilities of some rows.
+
+    Attributes:
+        units: int64[n], unit of the step to which each row belongs.
+        num_top: int32[n], alternatives that it reports.
+        tensors: the rows.
+    """
+
+    units: Int64s
+    num_top: NDArray[np.int32]
+    tensors: LogprobTensors
+
+    def non_finite_units(self) -> Int64s:
+        """Units, possibly repeated, of rows with non-finite logits, whose log probability is NaN."""
+        units: Int64s = self.units[self.tensors.logprobs.isnan().numpy()]
+        return units
+
+    def entries(self) -> dict[int, tuple[TokenLogprobs, ...]]:
+        """Rows of each unit, in order."""
+        found: dict[int, list[TokenLogprobs]] = {}
+        for unit, entry in zip(self.units.tolist(), self.tensors.rows(self.num_top), strict=True):
+            found.setdefault(unit, []).append(entry)
+        return {unit: tuple(entries) for unit, entries in found.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingResult:
+    """Results of a launched step, on their way to the host.
+
+    Attributes:
+        units: units of the step.
+        sampled_units: int64[n], units that request a token.
+        tokens: int64[n], their tokens; `_NO_TOKEN` or `_EXCLUDED` where there is none.
+        on_device: the same, for the step after.
+        sampled, prompt: log probabilities of sampled and of prompt tokens, where some unit requests them.
+        expert_counts: int64[layers, experts]; None for a dense model.
+        expert_choices, visits, unmasked: as in `StepResult`.
+        done: event that passes when everything is on the host; None means that it is.
+    """
+
+    units: Units
+    sampled_units: Int64s
+    tokens: Tensor
+    on_device: SampledTokens
+    sampled: LogprobRows | None
+    prompt: LogprobRows | None
+    expert_counts: Tensor | None
+    expert_choices: Tensor | None = None
+    visits: VisitTensor | None = None
+    unmasked: Int64s | None = None
+    done: Any = None  # torch.cuda.Event, whose methods torch leaves untyped
+
+    @property
+    def ready(self) -> bool:
+        """Whether `read` may be called."""
+        return self.done is None or bool(self.done.query())
+
+    def read(self) -> StepResult:
+        """Return the result in host types."""
+        token_ids = np.full(len(self.units), -1, np.int32)
+        tokens = self.tokens.numpy()
+        token_ids[self.sampled_units] = np.maximum(tokens, -1)
+        sampled = {} if self.sampled is None else self.sampled.entries()
+        return StepResult(
+            slot=self.units.slot,
+            token_ids=token_ids,
+            non_finite=self._non_finite(tokens),
+            excluded=self._excluded(tokens),
+            unmasked=self.unmasked,
+            logprobs={unit: entries[0] for unit, entries in sampled.items()},
+            prompt_logprobs={} if self.prompt is None else self.prompt.entries(),
+            expert_counts=None if self.expert_counts is None else self.expert_counts.numpy(),
+            expert_choices=None if self.expert_choices is None else self.expert_choices.numpy(),
+            visits=None
+            if self.visits is None
+            else StepVisits(self.visits.version, self.visits.ends, self.visits.num_pairs.numpy()),
+        )
+
+    def _non_finite(self, tokens: Int64s) -> Int64s | None:
+        """Return `StepResult.non_finite`. `tokens`: on the host."""
+        found = self.sampled_units[tokens < 0]
+        if self.prompt is not None:
+            found = np.union1d(found, self.prompt.non_finite_units())
+        return found if len(found) else None
+
+    def _excluded(self, tokens: Int64s) -> Int64s | None:
+        """Return `StepResult.excluded`. `tokens`: on the host."""
+        if self.units.edits is None:
+            return None
+        found = self.sampled_units[tokens == _EXCLUDED]
+        return found if len(found) else None
+
+
+def compute_result(
+    step: PagedStep,
+    logits: Tensor,
+    expert_counts: Tensor | None,
+    expert_choices: Tensor | None = None,
+    visits: VisitTensor | None = None,
+) -> PendingResult:
+    """Sample, measure log probabilities, and start all copies to the host.
+
+    Args:
+        logits: [requested rows, vocabulary], in the order of `step.logit_rows`.
+        expert_counts: int64[layers, experts], or None.
+        expert_choices, visits: as in `StepResult`.
+    """
+    units = step.units
+    sampled_units = np.flatnonzero(units.logits & LOGITS_LAST)
+    last = logits
+    if len(sampled_units) < len(logits):
+        last = logits[step.upload(np.searchsorted(step.logit_rows, step.end_row_of[sampled_units] - 1))]
+    is_every_unit = len(sampled_units) == len(units)  # as in most steps
+    sampling = units.sampling if is_every_unit else units.sampling[sampled_units]
+    positions = step.length_of if is_every_unit else step.length_of[sampled_units]
+    edited = last
+    if units.edits is not None:
+        edited = edit_logits(last, units.edits, sampled_units, sampling, step.tokens_before(sampled_units))
+    tokens, is_finite = find_peaks(edited)
+    tokens = sample(edited, sampling, positions, tokens)
+    if edited is not last:
+        tokens = tokens.where(is_finite, _EXCLUDED)
+        is_finite = find_peaks(last).is_finite
+    tokens = tokens.where(is_finite, _NO_TOKEN)
+    sampled = _measure_sampled(step, sampled_units, last, tokens)
+    prompt = _measure_prompts(step, logits)
+    unmasked = unmasked_units(units.edits)
+    on_device = SampledTokens(units.slot[sampled_units], tokens)
+    if logits.device.type == "cpu":
+        return PendingResult(
+            units, sampled_units, tokens, on_device, sampled, prompt, expert_counts, expert_choices, visits, unmasked
+        )
+    tokens, sampled, prompt = to_host(tokens), _measured_to_host(sampled), _measured_to_host(prompt)
+    expert_counts = None if expert_counts is None else to_host(expert_counts)
+    expert_choices = None if expert_choices is None else to_host(expert_choices)
+    visits = None if visits is None else visits._replace(num_pairs=to_host(visits.num_pairs))
+    done = cast(Any, torch.cuda.Event)()
+    done.record(torch.cuda.current_stream(logits.device))  # the process's current device may differ
+    return PendingResult(
+        units, sampled_units, tokens, on_device, sampled, prompt, expert_counts, expert_choices, visits, unmasked, done
+    )
+
+
+def _measure_sampled(step: PagedStep, sampled_units: Int64s, last: Tensor, tokens: Tensor) -> LogprobRows | None:
+    """Measure the log probabilities of sampled tokens; a row without a token gets those of any."""
+    sampling = step.units.sampling
+    rows = np.flatnonzero(sampling["num_logprobs"][sampled_units] >= 0)
+    if not len(rows):
+        return None
+    units = sampled_units[rows]
+    num_top: NDArray[np.int32] = sampling["num_logprobs"][units]
+    lists: NDArray[np.bool_] = sampling["num_listed"][units] > 0
+    listed = _listed(sampling, units, lists)
+    at = step.upload(rows)
+    tensors = measure_logprobs(
+        last[at],
+        tokens[at].clamp(min=0),
+        int(num_top[~lists].max(initial=0)),
+        None if listed is None else step.upload(listed),
+    )
+    return LogprobRows(units, num_top, tensors)
+
+
+def _listed(sampling: NDArray[np.void], units: Int64s, lists: NDArray[np.bool_]) -> Int64s | None:
+    """Return the tokens that some rows list, as `measure_logprobs` takes them. None means that no row lists any.
+
+    Args:
+        sampling: SAMPLING_ROW of all units.
+        units: int64[n], unit of each row.
+        lists: bool[n], rows that list tokens.
+    """
+    if not lists.any():
+        return None
+    width = int(sampling["num_listed"][units[lists]].max())
+    listed: Int64s = sampling["listed"][units, :width].astype(np.int64)
+    listed[~lists] = -1
+    return listed
+
+
+def _measure_prompts(step: PagedStep, logits: Tensor) -> LogprobRows | None:
+    units = step.units
+    asks = units.logits & LOGITS_PROMPT != 0
+    if not asks.any():
+        return None
+    assert units.next_token_ids is not None, "a unit asks for prompt logprobs without the tokens that follow"
+    unit_of_row = np.repeat(np.arange(len(units)), step.num_tokens_of)
+    token_rows = np.flatnonzero(asks[unit_of_row])
+    of_unit = unit_of_row[token_rows]
+    num_top: NDArray[np.int32] = units.sampling["num_prompt_logprobs"][of_unit].clip(0)
+    lists: NDArray[np.bool_] = units.sampling["lists_prompt"][of_unit] > 0
+    listed = _listed(units.sampling, of_unit, lists)
+    rows = np.searchsorted(step.logit_rows, token_rows)
+    next_ids, most = units.next_token_ids.astype(np.int64), int(num_top[~lists].max(initial=0))
+    parts = [
+        measure_logprobs(
+            logits[step.upload(rows[piece])],
+            step.upload(next_ids[piece]),
+            most,
+            None if listed is None else step.upload(listed[piece]),
+        )
+        for piece in (slice(i, i + _MAX_MEASURED_ROWS) for i in range(0, len(rows), _MAX_MEASURED_ROWS))
+    ]
+    return LogprobRows(of_unit, num_top, LogprobTensors.join(parts))
+
+
+def _measured_to_host(measured: LogprobRows | None) -> LogprobRows | None:
+    return measured and LogprobRows(measured.units, measured.num_top, measured.tensors.map(to_host))
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Return a copy that the host may read once the step's event has passed; on a CPU, the tensor itself."""
+    if tensor.device.type == "cpu":
+        return tensor
+    # Contiguous whatever `tensor` is: to memory with gaps or with its dimensions in another order, torch copies by way
+    # of a second host tensor, which it reads before the data have arrived.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

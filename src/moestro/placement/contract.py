@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
-from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.core.experts.near_experts import OTHER_NODE, SAME_DEVICE, SAME_NODE
+from moestro.core.experts.expert_table import EMPTY, OTHER_NODE, SAME_DEVICE, SAME_NODE, ExpertTable
 from moestro.core.policy_registry import PolicyKind
 from moestro.cost.gpus import Gpu
 from moestro.cost.links import Link
@@ -276,7 +275,7 @@ _ACTIVATION_BYTES = 2
 
 
 def place_prices(network: NetworkShape, gpu: Gpu, within: Link, across: Link) -> PlacePrices:
-    """Price the work of a network's experts, as `cost.kernels` does for many tokens.
+    """Price the work of a network's experts, as `cost.roofline` does for many tokens.
 
     A token takes the time of its arithmetic and an expert that of reading its weights, each at the efficiency that
     fused experts reach on this GPU. A row is one hidden state of 2 bytes an element. Fixed delays are left out, because

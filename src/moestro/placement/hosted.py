@@ -20,7 +20,7 @@ from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.cost.gpus import gpu_named
 from moestro.cost.links import link_named
-from moestro.cost.named_parts import read_network
+from moestro.cost.settings import read_network
 from moestro.errors import ConfigError
 from moestro.placement.contract import (
     PLACE_POLICIES,

@@ -14,8 +14,7 @@ from importlib import import_module
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.experts.expert_table import ExpertTable
-from moestro.core.experts.near_experts import OTHER_NODE
+from moestro.core.experts.expert_table import OTHER_NODE, ExpertTable
 from moestro.errors import ConfigError
 from moestro.placement.contract import PlaceView, table_with
 from moestro.placement.score import move_s, moves_between, score

@@ -13,8 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
-from moestro.core.experts.source_load import SourceLoad, pairs_of_codes
+from moestro.core.experts.expert_load import ExpertLoad, LayerPairs, SourceLoad, pairs_of_codes
 
 # One step in so many is sampled. A prime, so that it does not fall in with batches that repeat. bench/micro/
 # expert_window.py says what a sampled step costs.

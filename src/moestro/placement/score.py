@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 
 from moestro.core.experts.expert_load import ExpertLoad
-from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.core.experts.near_experts import OTHER_NODE, SAME_DEVICE
+from moestro.core.experts.expert_table import EMPTY, OTHER_NODE, SAME_DEVICE, ExpertTable
 from moestro.placement.contract import Devices, PlacePrices, TokenOrigins, origins_of
 
 

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from moestro.core.clock import NS_PER_S
 from moestro.cost.gpus import Gpu, gpu_named
 from moestro.cost.links import Link, link_named
-from moestro.cost.named_parts import link_within, read_network
+from moestro.cost.model import PopularityForm
 from moestro.cost.networks import NetworkShape
-from moestro.cost.popularity import PopularityForm
+from moestro.cost.settings import link_within, read_network
 from moestro.errors import ConfigError
 from moestro.planner.settings import PlanSettings, TrafficSettings
 from moestro.planner.systems import ServedSystem, system_named
-from moestro.sim.load.closed_loop import TimedRows
-from moestro.sim.load.router_record import read_record
+from moestro.sim.closed_loop import TimedRows
+from moestro.sim.records import read_record
 from moestro.workload.rows import Rows
 from moestro.workload.traces.reading import read_trace
 

@@ -13,8 +13,8 @@ from cyclopts import Group, Parameter
 
 from moestro.core.setting_checks import CheckedSettings, above, at_least
 from moestro.cost.gpus import GPUS
-from moestro.cost.hf_config import known_name
 from moestro.cost.links import LINKS
+from moestro.cost.networks import known_name
 from moestro.errors import ConfigError
 from moestro.planner.systems import SystemName
 

@@ -14,12 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from moestro.errors import ConfigError
-from moestro.planner.host_memory import HostMemoryAnswer, host_memory_that_pays
-from moestro.planner.over_time.answer import TimedPlan, plan_over_time, print_timed_plan
-from moestro.planner.plan import DeploymentPlan, Margin, PlannedDeployment, make_plan
+from moestro.planner.divisions import HostMemoryAnswer, host_memory_that_pays
+from moestro.planner.plan import DeploymentPlan, Margin, PlannedDeployment, PlanSearch, SearchFindings, make_plan
 from moestro.planner.question import PlanQuestion, make_question
-from moestro.planner.search import PlanSearch, SearchFindings
 from moestro.planner.settings import PlanSettings
+from moestro.planner.timed_plan import TimedPlan, plan_over_time, print_timed_plan
 from moestro.workload.progress import progress_bar
 
 _SHOWN_MISFITS = 6

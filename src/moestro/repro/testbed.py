@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import NS_PER_S
 from moestro.core.hashing import split_hashes
-from moestro.cost.capacity import kv_blocks
-from moestro.cost.gpus import Gpu
+from moestro.cost.gpus import Gpu, kv_blocks
 from moestro.cost.networks import NetworkShape
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.engine.settings import SchedulerSettings
@@ -21,12 +20,10 @@ from moestro.repro.results import Cell
 from moestro.routing.policy_contract import RoutePolicy
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
-from moestro.sim.cluster import Cluster
-from moestro.sim.figures.results import WINDOW_NS, Results
-from moestro.sim.groups.group import Group
-from moestro.sim.load.arrivals import AtTimes
-from moestro.sim.prices import OneRank
-from moestro.sim.saturation import middle_rate
+from moestro.sim.cluster import AtTimes, Cluster
+from moestro.sim.groups.group import Group, OneRank
+from moestro.sim.results import WINDOW_NS, Results
+from moestro.sim.scenario import middle_rate
 from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
 from moestro.workload.generated.draws import at_rate
 from moestro.workload.requests import RequestForm, RequestMaker

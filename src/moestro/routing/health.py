@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from moestro.core.client_table import MAX_CLIENTS, ClientTable
+from moestro.core.clients import MAX_CLIENTS, ClientTable
 
 
 class Origin(NamedTuple):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from moestro.core.prefix_tree import BlockRun
+from moestro.core.hashing import BlockRun
 from moestro.core.views import NEVER_NS
 from moestro.errors import InvariantError
 from moestro.routing.columns import EngineColumns, SentTiming

@@ -28,8 +28,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.hashing import HASH_BYTES, split_hashes
-from moestro.core.prefix_tree import BlockRun, PrefixTree
+from moestro.core.hashing import HASH_BYTES, BlockRun, PrefixTree, split_hashes
 
 # Bytes per entry, including the unused part of dictionaries that have just grown.
 REPORTED_BYTES = 300  # one block reported by one engine

@@ -13,12 +13,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.columns import has_true
+from moestro.core.hashing import BlockRun
 from moestro.core.load_figures import LoadFigures
-from moestro.core.prefix_tree import BlockRun
 from moestro.core.request import Request
 from moestro.core.rng import Draws
-from moestro.core.views import ALONE, DEFAULT_COPY_PRICE, UNKNOWN_KV_TOKENS, EngineTable
+from moestro.core.views import ALONE, DEFAULT_COPY_PRICE, UNKNOWN_KV_TOKENS, EngineTable, has_true
 from moestro.errors import InvariantError, NoEngineError, QueueFullError
 from moestro.routing.columns import EngineColumns, EngineSpeeds, ServedAnswer
 from moestro.routing.in_flight import Flight, InFlight, PeerFlight, PeerFlights, PeerRequest

@@ -18,9 +18,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.columns import all_true
 from moestro.core.rng import Draws
-from moestro.core.views import Figure
+from moestro.core.views import Figure, all_true
 from moestro.cost.model import Batch
 from moestro.cost.tables import MeasuredCost, load_table
 from moestro.errors import ConfigError

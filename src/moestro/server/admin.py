@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import NS_PER_S
 from moestro.core.experts.expert_load import LayerPairs
-from moestro.core.model_info import ModelInfo
+from moestro.core.request import ModelInfo
 from moestro.errors import shown
 from moestro.server.engines.engine_reports import REMEMBERED, ExpertLoads, GroupLoad, RequestLog
 from moestro.server.experts.coordinator import Coordinator

@@ -21,7 +21,7 @@ from moestro.config.idle_flags import SERVE_NEEDS, warn_of_idle_flags
 from moestro.config.launch_spec import LaunchSpec, LockStepSpec
 from moestro.config.serve_settings import ProcessSettings, ServeSettings
 from moestro.core.clock import NS_PER_MS
-from moestro.core.model_info import ModelInfo
+from moestro.core.request import ModelInfo
 from moestro.errors import DrainingError, EngineDiedError
 from moestro.placement.live.ep_migration import EpMigration
 from moestro.placement.live.plan import PlaceableGroup

@@ -1,28 +1,185 @@
-"""Many engines on virtual time behind the production router. A cluster turns a workload into `Results`."""
+"""Many engines on virtual time behind the production router and its queue: arrivals of requests become `Results`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
-from moestro.core.request import Request, ServiceClass
-from moestro.core.script import Script
+from moestro.core.load_figures import LoadFigures
+from moestro.core.order_contract import OrderPolicy
+from moestro.core.request import Request, Script, ServiceClass
 from moestro.core.work import Plan
 from moestro.engine.sequences import Sequence as EngineSequence
-from moestro.engine.step_output import StepOutput
+from moestro.engine.steps import StepOutput
 from moestro.errors import RequestError
-from moestro.routing.router import RouteDecision
-from moestro.sim.engine import Ranks
-from moestro.sim.figures.results import ANSWERED, Results
-from moestro.sim.groups.group import Seat
-from moestro.sim.load.arrivals import Arrivals, AtTimes
-from moestro.sim.router_queue import LOOK_NS, SimulatedQueue, WaitingJob
+from moestro.routing.policy_contract import FRESH_NS
+from moestro.routing.route_queue import EngineSaturation, QueueRules, RouteQueue, SaturationRules
+from moestro.routing.router import RouteDecision, Router
+from moestro.sim.groups.group import Ranks, Seat
+from moestro.sim.results import ANSWERED, Results
 from moestro.sim.signals import AT_ONCE, ReportedRouter, Signals, SignalSettings
+
+Int64s = NDArray[np.int64]
+
+
+class Arrivals(Protocol):
+    """The order and times in which requests arrive; `workload.sessions.Sessions` implements it for conversations."""
+
+    @property
+    def first_rows(self) -> Int64s:
+        """Rows of the requests whose arrival depends on no other request, int64[m]."""
+        ...
+
+    @property
+    def start_ns(self) -> Int64s:
+        """Arrival times of `first_rows`, int64[m], ascending."""
+        ...
+
+    def next_turn(self, row: int, ended_ns: int) -> tuple[int, int] | None:
+        """Return the request that follows `row` and its arrival time; None means no request follows.
+
+        Args:
+            row: a request that has ended.
+            ended_ns: time of its end.
+        """
+        ...
+
+
+class AtTimes:
+    """Open loop: every request arrives at a fixed time.
+
+    Args:
+        start_ns: arrival times, int64[n], ascending.
+        rows: request of each time, int64[n]. None means that request i has time i.
+
+    Attributes:
+        first_rows: rows of all requests, int64[n].
+    """
+
+    def __init__(self, start_ns: Int64s, rows: Int64s | None = None) -> None:
+        self.start_ns = start_ns
+        self.first_rows: Int64s = np.arange(len(start_ns)) if rows is None else rows
+
+    def next_turn(self, row: int, ended_ns: int) -> tuple[int, int] | None:
+        """Return None, because no request depends on another."""
+        return None
+
+
+class ClosedLoop:
+    """Closed loop over recorded conversations: a turn arrives a think time after the end of the turn before it.
+
+    Args:
+        session: conversation of each request, int64[n].
+        arrival_ns: arrivals, int64[n], ascending. Only those of first turns hold.
+        think_ns: time to think before each request, int64[n]; of no meaning for first turns.
+
+    Attributes:
+        first_rows: rows of each conversation's first turn, int64[s].
+        start_ns: their arrivals, int64[s].
+    """
+
+    def __init__(self, session: Int64s, arrival_ns: Int64s, think_ns: Int64s) -> None:
+        before, after = _turns(session)
+        self._next = np.full(len(session), -1)
+        self._next[before] = after
+        self._think_ns = think_ns
+        is_first = np.ones(len(session), np.bool_)
+        is_first[after] = False
+        self.first_rows: Int64s = np.flatnonzero(is_first)
+        self.start_ns: Int64s = arrival_ns[self.first_rows]
+
+    def next_turn(self, row: int, ended_ns: int) -> tuple[int, int] | None:
+        """Return the next turn of the conversation and its arrival; None after the last one."""
+        following = int(self._next[row])
+        return None if following < 0 else (following, ended_ns + int(self._think_ns[following]))
+
+
+def think_times(session: Int64s, arrival_ns: Int64s, ended_ns: Int64s) -> Int64s:
+    """Return the time from the end of the turn before to each request, at least 0; 0 for first turns.
+
+    Args:
+        session, arrival_ns: as in `ClosedLoop`.
+        ended_ns: end of each answer, recorded or assumed, int64[n].
+    """
+    before, after = _turns(session)
+    think_ns = np.zeros(len(session), np.int64)
+    think_ns[after] = np.maximum(arrival_ns[after] - ended_ns[before], 0)
+    return think_ns
+
+
+def _turns(session: Int64s) -> tuple[Int64s, Int64s]:
+    """Return the rows of consecutive turns of a conversation as pairs, int64[m] each."""
+    order = np.argsort(session, kind="stable")  # turns of a conversation stay in order of arrival
+    follows = session[order][1:] == session[order][:-1]
+    return order[:-1][follows], order[1:][follows]
+
+
+LOOK_NS = 100_000_000  # `moestro route` reads figures so often while requests wait
+
+
+class WaitingJob(NamedTuple):
+    """A request that waits, and its row in the results."""
+
+    request: Request
+    script: Script
+    row: int
+
+
+class SimulatedQueue:
+    """Requests that wait in front of a simulated router. None is refused.
+
+    Args:
+        router: router whose engines are judged.
+        policy: orders the requests.
+        rules: when an engine is saturated.
+    """
+
+    def __init__(self, router: Router, policy: OrderPolicy, rules: SaturationRules) -> None:
+        self._router = router
+        self._queue = RouteQueue(policy, QueueRules(ttl_ns=FOREVER_NS))
+        self._saturation = EngineSaturation(rules, FRESH_NS)
+        self._jobs: dict[str, WaitingJob] = {}
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def enter(self, job: WaitingJob, now_ns: int) -> None:
+        """Add a request."""
+        request = job.request
+        best_hit = self._router.best_hit_tokens(request) if self._queue.policy.reads_cache else 0
+        num_uncached = max(1, request.num_prompt_tokens - best_hit)
+        self._queue.enter(request, now_ns, group=None, client=None, num_uncached=num_uncached)
+        self._jobs[request.request_id] = job
+
+    def next(self, now_ns: int) -> tuple[WaitingJob, list[int]] | None:
+        """Remove and return the next request if an engine has room, with the rows of the saturated ones."""
+        full = self._saturation.full(self._router.table, now_ns)
+        queued = self._queue.next(lambda _: not full.all(), now_ns)
+        return None if queued is None else (self._jobs.pop(queued.request.request_id), np.flatnonzero(full).tolist())
+
+    def sent(self, request: Request, engine: int, now_ns: int) -> None:
+        """Record that the router sent a request."""
+        self._saturation.sent(request, engine, self._router.table, now_ns)
+
+    def first_token(self, request_id: str, now_ns: int) -> None:
+        """Record a first token."""
+        self._saturation.first_token(request_id, now_ns)
+
+    def ended(self, request: Request, num_generated_tokens: int) -> None:
+        """Record the end of a request."""
+        self._saturation.ended(request.request_id)
+        self._queue.ended(request, num_generated_tokens)
+
+    def reported(self, engine: int, figures: LoadFigures) -> None:
+        """Take in an engine's figures."""
+        self._saturation.reported(engine, figures)
+
 
 # Kinds of events: a request whose time is known from the start, one that follows another, the end of a step, and a look
 # at figures for requests that wait in front of the router. At the same nanosecond the smaller kind comes first: a

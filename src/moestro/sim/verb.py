@@ -1,31 +1,129 @@
-"""`moestro sim`: runs every policy of a file over its workload, and shows the figures."""
+"""`moestro sim`: runs every policy of a file over its workload, shows the figures, and writes a table of requests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 
+from moestro.config.cores import num_cores, run_jobs
+from moestro.core.clock import NS_PER_MS, NS_PER_S
 from moestro.errors import ConfigError
-from moestro.sim.figures.intervals import FigureInterval, intervals
-from moestro.sim.figures.outcome import PolicyOutcome, SimReport, outcome_of, placement_notes
-from moestro.sim.figures.results import Results
-from moestro.sim.figures.show import print_report
-from moestro.sim.figures.shown_figures import shown_figures
-from moestro.sim.load.recorded_engines import WhatIfSettings
-from moestro.sim.load.router_record import is_router_record, read_router_record
-from moestro.sim.load.shadow_record import is_shadow_record, read_shadow_record
-from moestro.sim.replay import WhatIf, what_if
-from moestro.sim.runs import RunAnswer, run_all, scenario_of
-from moestro.sim.saturation import at_load
-from moestro.sim.scenario import affinity_notes
+from moestro.sim.cluster import Int64s
+from moestro.sim.figures import (
+    REQUESTS_PER_UPDATE,
+    FigureInterval,
+    PolicyOutcome,
+    SimReport,
+    intervals,
+    outcome_of,
+    placement_notes,
+    print_report,
+    shown_figures,
+)
+from moestro.sim.groups.group_figures import GroupFigures
+from moestro.sim.records import is_router_record, is_shadow_record, read_router_record, read_shadow_record
+from moestro.sim.replay import ShadowAnswer, WhatIf, WhatIfSettings, shadow_what_if, what_if
+from moestro.sim.results import ANSWERED, NOT_YET_NS, REFUSED, Results
+from moestro.sim.scenario import OnArrival, Scenario, affinity_notes, at_load, make_scenario, run_with_figures
 from moestro.sim.settings import SimSettings, read_settings
-from moestro.sim.shadow import ShadowAnswer, shadow_what_if
+from moestro.workload.progress import progress
+from moestro.workload.requests import RequestMaker
 from moestro.workload.run_records import Slos
-from moestro.workload.traces.request_record import RequestRecord, read_request_record
+from moestro.workload.traces.request_record import UNKNOWN, RequestRecord, read_request_record
+
+# Requests of all runs together from which processes pay: the start of one takes as long as some thousand requests.
+_WORTH_PROCESSES = 20_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunJob:
+    """One run.
+
+    Attributes:
+        settings: settings of the simulation, with the seed of the run.
+        directory: directory of relative paths.
+        policy: position of its policy in the settings.
+    """
+
+    settings: SimSettings
+    directory: Path
+    policy: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunAnswer:
+    """Results of one run.
+
+    Attributes:
+        title: title of the policy.
+        seed: seed of the run.
+        results: outcome of each request.
+        group: figures of the groups of workers. None where each engine computes alone.
+        session: conversation of each request, int64[n]. None means unknown.
+        notes: limits of the prices.
+    """
+
+    title: str
+    seed: int
+    results: Results
+    group: GroupFigures | None
+    session: Int64s | None
+    notes: tuple[str, ...]
+
+
+def run_all(settings: SimSettings, directory: Path, num_processes: int | None) -> Iterator[RunAnswer]:
+    """Run every policy with every seed; answers come seed by seed, in the order of the policies.
+
+    The results are the same with any number of processes.
+
+    Args:
+        directory: directory of relative paths.
+        num_processes: processes to run in. None means one for each core if the runs are long enough.
+    """
+    seeded = [msgspec.structs.replace(settings, seed=settings.seed + i, num_seeds=1) for i in range(settings.num_seeds)]
+    jobs = [RunJob(each, directory, policy) for each in seeded for policy in range(len(settings.policies))]
+    if num_processes is None:
+        num_requests = len(scenario_of(seeded[0], directory).workload) * len(jobs)
+        num_processes = num_cores() if num_requests >= _WORTH_PROCESSES else 1
+    if min(num_processes, len(jobs)) < 2:
+        yield from map(_run_with_progress, jobs)
+        return
+    with progress(f"{len(jobs)} runs", len(jobs)) as advance:
+        for answer in run_jobs(run_job, jobs, num_processes):
+            advance()
+            yield answer
+
+
+def run_job(job: RunJob, on_arrival: OnArrival = None) -> RunAnswer:
+    """Run one policy with one seed."""
+    scenario = scenario_of(job.settings, job.directory)
+    policy = job.settings.policies[job.policy]
+    results, group = run_with_figures(scenario, policy, on_arrival)
+    workload = scenario.workload
+    session = workload.rows.session if isinstance(workload, RequestMaker) else None
+    return RunAnswer(policy.title, job.settings.seed, results, group, session, tuple(scenario.prices.notes()))
+
+
+@lru_cache(maxsize=1)
+def scenario_of(settings: SimSettings, directory: Path) -> Scenario:
+    """Make the scenario that `settings` describe, or return it if it is that of the last call."""
+    return make_scenario(settings, directory)
+
+
+def _run_with_progress(job: RunJob) -> RunAnswer:
+    num_requests = len(scenario_of(job.settings, job.directory).workload)
+    title = job.settings.policies[job.policy].title
+    with progress(title, num_requests, REQUESTS_PER_UPDATE) as advance:
+        return run_job(job, advance)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,3 +262,84 @@ def write_json(path: Path, report: SimReport) -> None:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     except OSError as error:
         raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
+
+
+COLUMNS = (
+    "policy", "seed", "row", "session", "class", "status", "engine", "arrival_s", "queue_ms", "ttft_ms", "tpot_ms",
+    "e2e_ms", "prompt_tokens", "output_tokens", "hit_tokens", "preemptions",
+)  # fmt: skip
+_STATUS = {ANSWERED: "answered", REFUSED: "refused"}
+
+
+def write_request_table(path: Path, answers: Iterable[RunAnswer]) -> None:
+    """Write the requests of all runs, in COLUMNS; a CSV file has an empty cell for what a request does not have.
+
+    Args:
+        path: file whose name ends in .csv or .jsonl.
+
+    Raises:
+        ConfigError: the name has another end, or the file cannot be written.
+    """
+    check_table_name(path)
+    try:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            rows = (row for answer in answers for row in _rows(answer))
+            _write_csv(file, rows) if path.suffix == ".csv" else _write_lines(file, rows)
+    except OSError as error:
+        raise ConfigError(f"--requests {path} cannot be written: {error.strerror}") from error
+
+
+def check_table_name(path: Path) -> None:
+    """Raise ConfigError for a name that tells no form."""
+    if path.suffix not in {".csv", ".jsonl"}:
+        raise ConfigError(f"--requests {path}: give a name that ends in .csv or .jsonl")
+
+
+def _write_csv(file: TextIO, rows: Iterator[tuple[object, ...]]) -> None:
+    writer = csv.writer(file)
+    writer.writerow(COLUMNS)
+    writer.writerows(rows)
+
+
+def _write_lines(file: TextIO, rows: Iterator[tuple[object, ...]]) -> None:
+    encode = msgspec.json.encode
+    for row in rows:
+        file.write(encode(dict(zip(COLUMNS, row, strict=True))).decode() + "\n")
+
+
+def _rows(answer: RunAnswer) -> Iterator[tuple[object, ...]]:
+    """Yield the rows of one run in the order of its workload."""
+    results = answer.results
+    num = len(results)
+    ok = results.is_answered & (results.num_tokens > 0)
+    gaps = results.num_tokens.astype(np.int64) - 1
+    tpot_ns = np.full(num, np.nan)
+    np.divide(results.last_token_ns - results.first_token_ns, gaps, out=tpot_ns, where=ok & (gaps > 0))
+    is_admitted = results.admitted_ns != NOT_YET_NS
+    sessions = [None] * num if answer.session is None else answer.session.tolist()
+    columns = (
+        [answer.title] * num,
+        [answer.seed] * num,
+        range(num),
+        sessions,
+        ["be" if is_be else "ls" for is_be in results.is_best_effort.tolist()],
+        [_STATUS.get(status, "pending") for status in results.status.tolist()],
+        [engine if engine >= 0 else None for engine in results.engine.tolist()],
+        (results.arrival_ns / NS_PER_S).tolist(),
+        _ms(results.admitted_ns - results.arrival_ns, is_admitted),
+        _ms(results.first_token_ns - results.arrival_ns, ok),
+        _ms(tpot_ns, ok & (gaps > 0)),
+        _ms(results.last_token_ns - results.arrival_ns, ok),
+        results.num_prompt_tokens.tolist(),
+        results.num_tokens.tolist(),
+        results.num_hit_tokens.tolist(),
+        [None if num == UNKNOWN else num for num in results.num_preemptions.tolist()],
+    )
+    yield from zip(*columns, strict=True)
+
+
+def _ms(values_ns: NDArray[np.int64] | NDArray[np.float64], is_known: NDArray[np.bool_]) -> list[float | None]:
+    known = is_known.tolist()
+    return [
+        value if is_there else None for value, is_there in zip((values_ns / NS_PER_MS).tolist(), known, strict=True)
+    ]

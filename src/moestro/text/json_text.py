@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from moestro.core.json_elements import is_too_deep
+from moestro.core.clients import is_too_deep
 
 # Decodes JSON texts of models and clients, valid or not.
 

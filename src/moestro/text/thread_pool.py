@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from moestro.core.fair_queue import FairQueue
+from moestro.core.clients import FairQueue
 from moestro.errors import BusyError
 
 T = TypeVar("T")

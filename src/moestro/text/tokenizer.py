@@ -13,7 +13,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel, DecodeStream
 
-from moestro.core.native_panic import as_exception
+from moestro.core.processes import as_exception
 from moestro.errors import ConfigError, RequestError, shown, shown_literal
 from moestro.files.checkpoint import MAX_CONFIG_BYTES, check_files, read_bytes
 from moestro.files.text_files import text_of

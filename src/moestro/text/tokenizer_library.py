@@ -13,7 +13,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
-from moestro.core.native_panic import as_exception, cause_of
+from moestro.core.processes import as_exception, cause_of
 from moestro.errors import RequestError
 
 logger = logging.getLogger(__name__)

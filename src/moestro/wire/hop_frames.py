@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from moestro.core.experts.hops import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage, HopRecords
+from moestro.core.stages import DISPATCH, HOP_RECORD, REPLY, Hop, HopMessage, HopRecords
 from moestro.core.views import NUM_CLASSES
 
 Frame = bytes | memoryview

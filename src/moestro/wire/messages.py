@@ -11,13 +11,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.experts.expert_load import LayerPairs
+from moestro.core.experts.expert_load import LayerPairs, SourceLoad
+from moestro.core.experts.expert_table import ExpertLayers, TableMessage
 from moestro.core.experts.layer_moves import LayerPlan, SettledLayer
-from moestro.core.experts.source_load import SourceLoad
-from moestro.core.experts.table_message import ExpertLayers, TableMessage
 from moestro.core.load_figures import LoadFigures, PaceCounts
-from moestro.core.model_info import ModelInfo
-from moestro.core.request import NewOutputs, Request
+from moestro.core.request import ModelInfo, NewOutputs, Request
 from moestro.core.scheduling_events import SchedulingEvent
 
 # Expert load of a rank as a message: a rank sends it only when the API server requests it.

@@ -9,7 +9,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from moestro.core.curve_keys import CurveKeys
+from moestro.core.processes import CurveKeys
 
 # Encryption and admission of ZeroMQ's sockets between machines, with CURVE and ZAP (RFC 26 and 27 of ZeroMQ).
 

@@ -21,7 +21,7 @@ from typing import NoReturn, Protocol
 import zmq
 
 from moestro.core.clock import NS_PER_MS
-from moestro.core.curve_keys import CurveKeys
+from moestro.core.processes import CurveKeys
 from moestro.wire.local_stream import LocalStream, local_path
 from moestro.wire.messages import (
     MAX_MESSAGE_BYTES,

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moestro.config.launch_spec import GroupSpec, LaunchSpec
-from moestro.core.experts.table_message import ExpertLayers
+from moestro.core.experts.expert_table import ExpertLayers
 from moestro.core.load_figures import PaceCounts
-from moestro.core.model_info import ModelInfo
+from moestro.core.request import ModelInfo
 from moestro.core.stages import StagedDevice
 from moestro.engine.rank import Rank
 from moestro.engine.settings import SchedulerOptions

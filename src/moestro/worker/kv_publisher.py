@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 
 from moestro.config.kv_events_settings import KvEventsSettings
-from moestro.core.hosts import network_of
-from moestro.engine.cache_events import CacheEvents, RemovedBlocks, StoredBlocks
+from moestro.core.processes import network_of
+from moestro.engine.rank import CacheEvents, RemovedBlocks, StoredBlocks
 from moestro.errors import ConfigError, MoestroError
 from moestro.wire.zmtp import keep_alive
 from moestro.worker.channel import WakePipe

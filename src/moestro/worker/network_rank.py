@@ -10,21 +10,18 @@ import msgspec
 
 from moestro.config.launch_spec import GroupSpec, LaunchSpec, LockStepSpec
 from moestro.core.experts.expert_table import ExpertTable
-from moestro.core.model_info import ModelInfo
+from moestro.core.request import ModelInfo
 from moestro.cost.settings import PacedSettings
 from moestro.engine.lock_step import LockStepRank, build_lock_step_rank, spread_over_ranks
 from moestro.engine.rank import Rank
 from moestro.errors import ConfigError
-from moestro.model.channels.tensor_channel import TensorChannels
-from moestro.model.channels.tensor_frames import TorchFrames
+from moestro.model.channels import TensorChannels
 from moestro.model.device import open_device
-from moestro.model.experts.expert_exchange import GroupPlace, meet
-from moestro.model.experts.expert_open import open_expert_device
-from moestro.model.experts.slot_memory import TorchSlots
+from moestro.model.experts.expert_open import TorchSlots, open_expert_device
+from moestro.model.experts.expert_slots import GroupPlace, meet
 from moestro.model.experts.spread_device import open_spread_device
-from moestro.model.experts.worker_share import WorkerShare
-from moestro.model.staged.staged_device import ExpertTorchDevice
-from moestro.model.staged.staged_open import open_staged_device
+from moestro.model.network import WorkerShare
+from moestro.model.staged.staged_device import ExpertTorchDevice, TorchFrames, open_staged_device
 from moestro.placement.load_window import PAIR_INTERVAL
 from moestro.wire.messages import ExpertsPlaced, LayerMoving, LayerSettled, WakeGroup
 from moestro.worker.group_process import WorkerPart, WorkerSizes

@@ -17,26 +17,30 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from moestro.config.launch_spec import LaunchSpec
-from moestro.core.columns import true_rows
 from moestro.core.load_figures import PaceCounts
-from moestro.core.model_info import ModelInfo
-from moestro.core.native_panic import as_exception
-from moestro.core.request import TokenLogprobs
+from moestro.core.processes import as_exception
+from moestro.core.request import ModelInfo, TokenLogprobs
 from moestro.core.stages import NUM_PLANS
-from moestro.core.token_keys import Keys, named_request_key
-from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, BlockMoves, Device, Forward, StepResult, Units
-from moestro.cost.capacity import kv_blocks
+from moestro.core.views import true_rows
+from moestro.core.work import (
+    LOGITS_LAST,
+    LOGITS_PROMPT,
+    BlockMoves,
+    Device,
+    Forward,
+    Keys,
+    StepResult,
+    Units,
+    named_request_key,
+)
 from moestro.cost.gate import PopularityGate
-from moestro.cost.gating import even_gating
-from moestro.cost.gpus import A100, gpu_named
-from moestro.cost.hf_config import network_named
-from moestro.cost.model import Batch, CostModel
-from moestro.cost.networks import NetworkShape
-from moestro.cost.priced_stages import PricedStages, StageSetup, whole_setup
+from moestro.cost.gpus import A100, gpu_named, kv_blocks
+from moestro.cost.model import Batch, CostModel, even_gating
+from moestro.cost.networks import NetworkShape, network_named
+from moestro.cost.priced_device import PricedStages, StageSetup, whole_setup
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.settings import PACED_QLLM, PacedSettings
-from moestro.cost.staged_engines import QLLM, StagedEngine, in_4_bits
-from moestro.cost.tables import MeasuredCost, load_table
+from moestro.cost.tables import QLLM, MeasuredCost, StagedEngine, in_4_bits, load_table
 from moestro.engine.rank import Rank
 from moestro.engine.sequences import SequenceTable
 from moestro.errors import ConfigError, InvariantError

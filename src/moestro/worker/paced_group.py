@@ -22,21 +22,17 @@ from moestro.config.launch_spec import LaunchSpec, LockStepSpec
 from moestro.core.clock import NS_PER_S
 from moestro.core.experts.layer_moves import LayerPlan
 from moestro.core.load_figures import PaceCounts
-from moestro.core.model_info import ModelInfo
-from moestro.core.token_keys import Keys, token_keys
-from moestro.core.work import Forward, StepResult, Units
-from moestro.cost.capacity import check_experts_fit, worker_kv_blocks
-from moestro.cost.collectives import all_to_all
+from moestro.core.request import ModelInfo
+from moestro.core.work import Forward, Keys, StepResult, Units, token_keys
 from moestro.cost.drawn_step import Deployment, KeyedBatch, StepPricer
-from moestro.cost.gpus import A100, Gpu, gpu_named
-from moestro.cost.hf_config import network_named
-from moestro.cost.links import Link, link_named, two_phase
+from moestro.cost.gpus import A100, Gpu, check_experts_fit, gpu_named, worker_kv_blocks
+from moestro.cost.links import Link, all_to_all, link_named, two_phase
 from moestro.cost.model import Batch
-from moestro.cost.networks import NetworkShape
-from moestro.cost.priced_stages import PricedStages, StageSetup, worker_shape
+from moestro.cost.networks import NetworkShape, network_named
+from moestro.cost.priced_device import PricedStages, StageSetup, worker_shape
 from moestro.cost.roofline import VLLM_HOST
 from moestro.cost.settings import PACED_QLLM, PacedSettings
-from moestro.cost.staged_engines import in_4_bits
+from moestro.cost.tables import in_4_bits
 from moestro.engine.lock_step import LockStepRank, build_lock_step_rank, spread_over_ranks
 from moestro.errors import ConfigError, GroupLostError, InvariantError
 from moestro.wire.messages import WakeGroup

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moestro.config.launch_spec import LaunchSpec
-from moestro.core.model_info import ModelInfo
+from moestro.core.request import ModelInfo
 from moestro.engine.rank import Rank
 from moestro.worker.group_process import WorkerPart, WorkerSizes
 from moestro.worker.paced import FixedAnswers, make_paced_rank, num_blocks_of, paced_info, read_words

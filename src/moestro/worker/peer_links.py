@@ -15,7 +15,7 @@ from typing import Any
 
 import zmq
 
-from moestro.core.experts.hops import DISPATCH, REPLY, Hop, HopMessage
+from moestro.core.stages import DISPATCH, REPLY, Hop, HopMessage
 from moestro.cost.links import HOP_HEADER_BYTES, Link, hop_bytes
 from moestro.cost.networks import NetworkShape
 from moestro.wire.hop_frames import (

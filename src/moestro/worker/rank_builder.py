@@ -9,13 +9,20 @@ from functools import partial
 from moestro.config.launch_spec import LaunchSpec
 from moestro.config.linux_process import available_memory_bytes
 from moestro.core.load_figures import IDLE, LoadFigures
-from moestro.core.model_info import ModelInfo
-from moestro.core.request import NewOutputs, Request
+from moestro.core.request import ModelInfo, NewOutputs, Request
 from moestro.core.stages import StagedDevice
 from moestro.core.work import Device, IsWanted, never_wanted
-from moestro.engine.cache_events import UNCHANGED, CacheChanges, CacheEvents, changes_of
 from moestro.engine.lock_step import LockStepRank
-from moestro.engine.rank import Rank, build_preemptive_rank, build_rank, recorder_of
+from moestro.engine.rank import (
+    UNCHANGED,
+    CacheChanges,
+    CacheEvents,
+    Rank,
+    build_preemptive_rank,
+    build_rank,
+    changes_of,
+    recorder_of,
+)
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import InvariantError

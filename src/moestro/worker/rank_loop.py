@@ -10,15 +10,13 @@ from typing import Protocol
 import msgspec
 
 from moestro.config.launch_spec import LaunchSpec
+from moestro.core.clients import FairQueue
 from moestro.core.clock import FOREVER_NS
-from moestro.core.fair_queue import FairQueue
 from moestro.core.load_figures import IDLE, LoadFigures, PaceCounts
-from moestro.core.model_info import ModelInfo
-from moestro.core.request import NewOutputs, Request
+from moestro.core.request import ModelInfo, NewOutputs, Request
 from moestro.core.scheduling_events import SchedulingEvent
 from moestro.core.work import IsWanted
-from moestro.engine.cache_events import UNCHANGED, CacheChanges
-from moestro.engine.rank import Rank
+from moestro.engine.rank import UNCHANGED, CacheChanges, Rank
 from moestro.errors import GaveWayError, RequestError
 from moestro.grammar.backend import MaskBackend
 from moestro.grammar.compiler import VocabularySource

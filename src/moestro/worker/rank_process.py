@@ -21,7 +21,7 @@ from typing import NoReturn
 from moestro.config.launch_spec import STACK_DUMP, STANDBY, LaunchSpec, read_launch_spec
 from moestro.config.linux_process import bind_to_cores, die_with_parent, has_opened_gpu, rename_last_arguments
 from moestro.config.user_code import accept_user_code
-from moestro.core.model_info import ModelInfo
+from moestro.core.request import ModelInfo
 from moestro.engine.rank import Rank
 from moestro.errors import ConfigError, EngineDiedError, GroupLostError, MoestroError
 from moestro.wire.messages import ClockReading, Failed, Phase, ReadClock, Ready, Shutdown, identity_of

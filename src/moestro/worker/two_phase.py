@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from moestro.core.experts.hops import HopMessage
+from moestro.core.stages import HopMessage
 from moestro.flow.settings import INLINE_LIMIT
 from moestro.wire.hop_frames import AnnouncedHop, Announcement, Hello, Meet, TensorFrames
 from moestro.worker.channel import WakePipe

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.hashing import HASH_BYTES
-from moestro.core.request import Request, SamplingParams, ServiceClass
-from moestro.core.script import Script
-from moestro.core.token_keys import request_key
+from moestro.core.request import Request, SamplingParams, Script, ServiceClass
+from moestro.core.work import request_key
 from moestro.errors import ConfigError
 from moestro.workload.rows import Rows, block_names, block_numbers, check_block_size
 

@@ -12,8 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.clock import NS_PER_S
-from moestro.core.timeline import Timelines
+from moestro.core.clock import NS_PER_S, Timelines
 from moestro.errors import ConfigError
 
 # Outcomes of the requests of one run, as columns that fill row by row.

@@ -3,7 +3,7 @@ import pytest
 
 from moestro.config.user_code import accept_user_code
 from moestro.core.views import BE, LS, EvictView, Victim
-from moestro.engine.policies.eviction import LastInOrder, LeastComputedBeFirst
+from moestro.engine.policies.batching import LastInOrder, LeastComputedBeFirst
 from moestro.engine.registry import EVICT_POLICIES
 from moestro.errors import ConfigError
 

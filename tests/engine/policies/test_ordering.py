@@ -13,9 +13,7 @@ from moestro.core.hashing import name_key
 from moestro.core.order_contract import Admitted, Left
 from moestro.core.policy_registry import parse_policy
 from moestro.core.views import BE, LS, WaitingView
-from moestro.engine.policies.ordering.ageing import PrefillAware, QllmOrder, Sjf
-from moestro.engine.policies.ordering.basic import EarliestDeadline
-from moestro.engine.policies.ordering.weighted_fair import WeightedFair
+from moestro.engine.policies.ordering import EarliestDeadline, PrefillAware, QllmOrder, Sjf, WeightedFair
 from moestro.engine.registry import ORDER_POLICIES
 from moestro.errors import ConfigError
 

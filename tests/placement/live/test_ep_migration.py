@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from support.moving_tables import random_target
 
-from moestro.core.experts.expert_table import EMPTY, ExpertTable
+from moestro.core.experts.expert_table import EMPTY, ExpertLayers, ExpertTable, TableMessage
 from moestro.core.experts.layer_moves import SettledLayer
-from moestro.core.experts.table_message import ExpertLayers, TableMessage
 from moestro.errors import NoEngineError
 from moestro.placement.live.ep_migration import EpMigration
 from moestro.wire.messages import (

@@ -7,8 +7,7 @@ import random
 import pytest
 from support.routers import router
 
-from moestro.core.hashing import HASH_BYTES
-from moestro.core.prefix_tree import PrefixTree
+from moestro.core.hashing import HASH_BYTES, PrefixTree
 from moestro.routing.replication import journal
 from moestro.routing.replication.journal import (
     MAX_HISTORY_BLOCKS,

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from moestro.cost.named_parts import read_network
+from moestro.cost.settings import read_network
 from moestro.errors import ConfigError
 from moestro.placement.hosted import (
     PRICE_DEFAULTS,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.calibrate.probing.probes import ProbeAnswer, RequestTimes
-from moestro.core.student_t import student_t_quantile
+from moestro.core.rng import student_t_quantile
 
 # Reads durations of steps from the times of a probe's tokens.
 

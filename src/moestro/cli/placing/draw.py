@@ -13,7 +13,7 @@ from matplotlib.image import AxesImage
 from numpy.typing import NDArray
 
 from moestro.cli.placing.question import PlaceQuestion
-from moestro.cli.placing.show import PlaceAnswer
+from moestro.cli.placing.verb import PlaceAnswer
 from moestro.errors import ConfigError
 from moestro.placement.score import PlaceScore
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from moestro.calibrate.shapes import RandomInput, profile_random_input
 from moestro.config.checkpoint_directory import locate_model
-from moestro.core.experts.expert_load import ExpertLoad
-from moestro.core.experts.source_load import merge_sources
+from moestro.core.experts.expert_load import ExpertLoad, merge_sources
 from moestro.errors import ConfigError
 from moestro.model.settings import ModelSettings
 from moestro.placement.load_window import PairOverlap, independent_pairs, pair_overlap

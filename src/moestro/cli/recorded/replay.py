@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from moestro.engine.decision_replay import DecisionReplay, ReplayedDecision
+from moestro.engine.event_recorder import DecisionReplay, ReplayedDecision
 from moestro.errors import ConfigError
 from moestro.files.text_files import open_utf8
 from moestro.routing.decision_record import (

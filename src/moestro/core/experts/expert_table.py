@@ -1,6 +1,9 @@
 """The table of expert copies: which worker computes which logical expert in which slot. Only a dispatcher translates.
 
 Choices of gates, counts and sums are *logical*. A *slot* is a physical expert of one worker in one layer.
+
+The table crosses a process border with the layers that have experts alone, and with bytes instead of arrays. An expert
+is near a rank on its device or on its machine.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -137,3 +141,138 @@ def spread_evenly(num_layers: int, num_experts: int, workers: list[int], num_wor
     for worker, part in zip(workers, parts, strict=True):
         logical_of[worker, :, : len(part)] = part
     return ExpertTable(0, logical_of, num_experts, np.ones(num_workers, np.bool_))
+
+
+_NUMBER, _SHARE = np.dtype("<i4"), np.dtype("<f8")
+
+
+class ExpertLayers(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers of a network that have experts.
+
+    Attributes:
+        num_layers: All layers of the network.
+        layers: Numbers of those with experts, ascending.
+        num_experts: Experts of the layer that has most.
+    """
+
+    num_layers: int
+    layers: tuple[int, ...]
+    num_experts: int
+
+
+class TableMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """Slots of all workers of a group.
+
+    Attributes:
+        experts: Layers that the slots belong to.
+        version: Number of the table.
+        logical_of: int32[workers, layers with experts, slots], little-endian; as in `ExpertTable`.
+        alive: Whether each worker computes, or is waited for.
+        shares: float64[workers, layers with experts, slots], little-endian; as in `ExpertTable`. b"" means equal parts.
+    """
+
+    experts: ExpertLayers
+    version: int
+    logical_of: bytes
+    alive: tuple[bool, ...]
+    shares: bytes = b""
+
+    @classmethod
+    def of_slots(
+        cls, experts: ExpertLayers, version: int, logical_of: NDArray[np.int32], alive: Sequence[bool]
+    ) -> TableMessage:
+        """Pack slots of which some experts may have no live copy. `logical_of`: int32[workers, layers, slots]."""
+        return cls(experts=experts, version=version, logical_of=_bytes(logical_of, _NUMBER), alive=tuple(alive))
+
+    @classmethod
+    def of_table(cls, experts: ExpertLayers, table: ExpertTable) -> TableMessage:
+        """Pack a table over the layers with experts."""
+        return cls(
+            experts=experts,
+            version=table.version,
+            logical_of=_bytes(table.logical_of, _NUMBER),
+            alive=tuple(table.is_alive.tolist()),
+            shares=b"" if table.shares is None else _bytes(table.shares, _SHARE),
+        )
+
+    def table(self) -> ExpertTable:
+        """Make the table of the layers that have experts.
+
+        Raises:
+            ValueError: The bytes do not fit the numbers, or an expert has no copy on a live worker.
+        """
+        shape = (len(self.alive), len(self.experts.layers), -1)
+        return ExpertTable(
+            self.version,
+            np.frombuffer(self.logical_of, _NUMBER).reshape(shape).astype(np.int32),
+            self.experts.num_experts,
+            np.array(self.alive, np.bool_),
+            np.frombuffer(self.shares, _SHARE).reshape(shape).astype(np.float64) if self.shares else None,
+        )
+
+    def whole_table(self) -> ExpertTable:
+        """Make the table of all layers of the network. A layer without experts has those of the nearest before it.
+
+        Raises:
+            ValueError: As `table`.
+        """
+        own = self.table()
+        # No token visits the experts of a layer without any, but arrays have one row a layer.
+        at = np.searchsorted(self.experts.layers, np.arange(self.experts.num_layers), side="right")
+        nearest = np.maximum(at - 1, 0)
+        shares = None if own.shares is None else own.shares[:, nearest]
+        return ExpertTable(own.version, own.logical_of[:, nearest], own.num_experts, own.is_alive, shares)
+
+
+def _bytes(array: NDArray[np.generic], dtype: np.dtype[np.generic]) -> bytes:
+    return array.astype(dtype, copy=False).tobytes()
+
+
+SAME_DEVICE, SAME_NODE, OTHER_NODE = 0, 1, 2  # how far a row or an expert travels
+DISTANCES = ("device", "machine", "other")  # their names for operators
+
+Floats = NDArray[np.float64]
+
+
+def expert_shares(parts: Floats, machine_of: NDArray[np.integer], num_sources: int) -> Floats:
+    """Tell which part of each layer's experts is how near to each source of tokens.
+
+    An expert counts at the distance of its nearest copy.
+
+    Args:
+        parts: float64[workers, layers, experts], part of each expert's tokens that each worker gets; 0 means no copy.
+        machine_of: int[workers], machine of each worker.
+        num_sources: sources (attention DP ranks), of which source s has its device on worker s.
+
+    Returns:
+        float64[sources, 3, layers], fractions by distance, which sum to 1.
+    """
+    has_copy = parts > 0
+    shares = np.zeros((num_sources, len(DISTANCES), parts.shape[1]))
+    for source in range(num_sources):
+        own, near = has_copy[source], has_copy[machine_of == machine_of[source]].any(axis=0)
+        shares[source, SAME_DEVICE] = own.mean(axis=1)
+        shares[source, SAME_NODE] = (near & ~own).mean(axis=1)
+        shares[source, OTHER_NODE] = (~near).mean(axis=1)
+    return shares
+
+
+def visit_shares(visits: Floats, parts: Floats, machine_of: NDArray[np.integer]) -> Floats:
+    """Tell how far the tokens of each source travel to their experts, if each copy gets its part of all tokens.
+
+    Args:
+        visits: float64[sources, layers, experts], visits of each source's tokens.
+        parts, machine_of: as in `expert_shares`.
+
+    Returns:
+        float64[sources, 3], fractions of a source's visits by distance; NaN for a source without visits.
+    """
+    shares = np.full((len(visits), len(DISTANCES)), np.nan)
+    on_machines = {machine: parts[machine_of == machine].sum(axis=0) for machine in np.unique(machine_of).tolist()}
+    for source, own in enumerate(visits):
+        total = own.sum()
+        if total > 0:
+            at_home = float((own * parts[source]).sum())
+            on_machine = float((own * on_machines[int(machine_of[source])]).sum())
+            shares[source] = np.array([at_home, on_machine - at_home, total - on_machine]) / total
+    return shares.clip(0.0, 1.0)  # differences may round below 0

@@ -13,8 +13,8 @@ from functools import lru_cache, partial
 
 import msgspec
 
+from moestro.core.clients import MAX_ELEMENTS, has_many_elements
 from moestro.core.hashing import hash_key, hash_text
-from moestro.core.json_elements import MAX_ELEMENTS, has_many_elements
 from moestro.core.request import Request, SamplingParams, ServiceClass
 from moestro.gateway.clients.http_headers import Incoming
 from moestro.gateway.clients.paths import BATCH_PATH

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from moestro.core.clients import has_many_elements
 from moestro.core.hashing import hash_blocks
-from moestro.core.json_elements import has_many_elements
 from moestro.core.request import Request
 from moestro.errors import RequestError
 from moestro.gateway.clients.http_headers import Incoming

@@ -16,7 +16,7 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moestro.core.hosts import in_address
+from moestro.core.processes import in_address
 from moestro.errors import ConfigError
 from moestro.gateway.discovery.lists import MAX_FILE_BYTES, EngineEntry, parse_file, selected
 from moestro.gateway.settings import EngineUrl

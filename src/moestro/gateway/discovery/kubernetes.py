@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
-from moestro.core.hosts import in_address
+from moestro.core.processes import in_address
 from moestro.errors import ConfigError, shown
 from moestro.gateway.discovery.discovery import ListListener
 from moestro.gateway.discovery.lists import MAX_ENGINES, EngineEntry

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from moestro.core.hosts import in_address
+from moestro.core.processes import in_address
 from moestro.gateway.clients.http_headers import AnswerHead, HeaderCache, Headers, answer_lines, size_of
 from moestro.web.ports.heads import MAX_HEAD_BYTES
 from moestro.web.ports.tls import EngineTls

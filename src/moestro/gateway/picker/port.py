@@ -15,7 +15,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as grpc_health
 
-from moestro.core.hosts import in_address
+from moestro.core.processes import in_address
 from moestro.errors import ConfigError, RequestError
 from moestro.gateway.app import RouterApp
 from moestro.gateway.clients.http_headers import KEY_HEADERS

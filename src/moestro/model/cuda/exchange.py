@@ -20,10 +20,17 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
 from moestro.core.experts.expert_table import EMPTY
-from moestro.model.attention import ATTENTION_FORM, OWN_ATTENTION, AttentionForm, Scoring, attend_paged
-from moestro.model.cuda.experts import CudaExperts, CudaFront, ExpertWeightTable
-from moestro.model.cuda.functions import CudaKernels, GateForm, Norm
-from moestro.model.cuda.units import Walk
+from moestro.model.attention import (
+    ATTENTION_FORM,
+    OWN_ATTENTION,
+    AttentionForm,
+    HeadProduct,
+    LatentProjection,
+    Scoring,
+    attend_paged,
+)
+from moestro.model.cuda.functions import CudaExperts, CudaFront, CudaKernels, ExpertWeightTable, GateForm, Norm
+from moestro.model.cuda.tiles import Walk
 from moestro.model.experts.routed import (
     ExpertLayer,
     PackedExperts,
@@ -34,16 +41,15 @@ from moestro.model.experts.routed import (
     tag_of,
     weights_of,
 )
-from moestro.model.float8 import BLOCK, Float8Linear
 from moestro.model.kernels.matching import MISFITS as _MODULE_MISFITS
 from moestro.model.kernels.matching import NUM_CHECK_ROWS, is_close, random_rows
 from moestro.model.kernels.paged import CHECK_BLOCK_SIZE, make_check_units
 from moestro.model.kernels.plan import make_forward, try_layer
 from moestro.model.kernels.rows import NORM_EPSILON
-from moestro.model.latent import HeadProduct, LatentProjection
 from moestro.model.pools import KVPools
 from moestro.model.staged.layer_stages import LAYER_FRONT
 from moestro.model.step import PagedStep
+from moestro.model.tensors import BLOCK, Float8Linear
 
 # A kernel of an unforeseen shape may not compile, or need more memory than a multiprocessor has.
 MISFITS = (*_MODULE_MISFITS, CompilationError, OutOfResources)

@@ -21,15 +21,14 @@ from torch.utils._pytree import tree_leaves
 
 from moestro.model.cuda.exchange import CudaExchange
 from moestro.model.cuda.functions import KERNEL_DTYPES, CudaKernels
-from moestro.model.cuda.launch import Grid, Launcher, replace_launcher
+from moestro.model.cuda.graphs import GraphShape, StepMemory, find_shape, graph_shapes, table_bytes
 from moestro.model.cuda.source.addresses import FOUND
-from moestro.model.cuda.step_memory import GraphShape, StepMemory, find_shape, graph_shapes, table_bytes
+from moestro.model.cuda.tiles import Grid, Launcher, replace_launcher
 from moestro.model.experts.routed import in_place_of, tag_of
 from moestro.model.network import Network
 from moestro.model.pools import KVPools
-from moestro.model.staged.fragments import Fragment
 from moestro.model.staged.layer_stages import Attended
-from moestro.model.staged.staged_network import StagedNetwork
+from moestro.model.staged.staged_network import Fragment, StagedNetwork
 
 _ALIGNMENT = 16  # bytes, which `find` promises
 _TYPES = {kind: dtype for dtype, kind in KERNEL_DTYPES.items()}

@@ -1,14 +1,30 @@
-"""Weights of a layer's routed experts by slot: those that a worker keeps, one at a time in and out, and packing."""
+"""Weights of routed experts by slot, their moves between a group's workers, and the exchange of rows there.
+
+Layers move some experts in each step, while the old placement serves.
+
+All workers of a group make the same calls in the same order. A worker without tokens makes them with no rows.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
-from torch import Tensor, nn
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, distributed, nn
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # torch re-exports them unmarked
 
 from moestro.core.experts.expert_table import EMPTY
+from moestro.core.experts.layer_moves import ExpertMoves, LayerPlan, moves_between, rounds_of
 from moestro.core.work import Int32s
+from moestro.errors import GroupLostError
+from moestro.model.channels import choose_backend, copy_to_host, describe_backend, empty_on_host, name_device
 from moestro.model.experts.routed import ExpertWeights, PackedExperts, retag, tag_of, weights_of
 from moestro.model.kernels.packing import TORCH_PACKING, PackedSlots, WeightPacking
 
@@ -147,3 +163,317 @@ def _in_layout(prepared: PreparedExpert, packing: WeightPacking) -> tuple[Tensor
     assert prepared.packing is not None, "weights are packed before experts move"
     up, down = (packing.pack(prepared.packing.unpack(each)) for each in (prepared.weights.up, prepared.weights.down))
     return up, down
+
+
+Int64s = NDArray[np.int64]
+
+_LOOPBACK = "127.0.0.1"
+
+
+class ExpertExchange(Protocol):
+    """Moves rows between the workers of a group.
+
+    Attributes:
+        worker, num_workers: number of this worker, and of all.
+    """
+
+    worker: int
+    num_workers: int
+
+    def exchange_counts(self, counts: Tensor) -> Tensor:
+        """Tell each worker how many rows it gets.
+
+        Args:
+            counts: int64[workers, slots], rows for each worker's slots.
+
+        Returns:
+            int64[workers, slots], rows from each worker for the own slots.
+        """
+        ...
+
+    def exchange_rows(self, rows: Tensor, num_sent: list[int], num_received: list[int]) -> Tensor:
+        """Send and receive rows.
+
+        Args:
+            rows: [sum of num_sent, columns], those for worker 0 first.
+            num_sent, num_received: rows for, and from, each worker.
+
+        Returns:
+            [sum of num_received, columns], those from worker 0 first.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlace:
+    """Place of a worker in a group of processes.
+
+    Attributes:
+        worker, num_workers: number of this worker, and of all.
+        timeout_s: longest wait for another worker in an exchange, in seconds.
+    """
+
+    worker: int
+    num_workers: int
+    timeout_s: float
+
+
+def meet(place: GroupPlace, port: int, listen_fd: int | None, wait_s: float) -> Store:
+    """Meet the other workers of a group on this machine, and return their common store.
+
+    Args:
+        port: port of the store on the loopback interface.
+        listen_fd: descriptor of the socket that listens there, in the process that keeps the store; else None.
+        wait_s: longest wait, in seconds.
+
+    Raises:
+        GroupLostError: some workers did not come; the text names them.
+    """
+    wait = timedelta(seconds=wait_s)
+    keys = [f"worker-{worker}" for worker in range(place.num_workers)]
+    store, is_host = None, listen_fd is not None
+    try:
+        store = TCPStore(
+            _LOOPBACK, port, place.num_workers, is_host, wait, wait_for_workers=False, master_listen_fd=listen_fd
+        )
+        store.set(keys[place.worker], "here")
+        store.wait(keys, wait)
+    except distributed.DistError as error:
+        absent = _absent(store, keys)
+        raise GroupLostError(f"engine {absent} did not join its group within {wait_s:.0f} s") from error
+    return store
+
+
+def _absent(store: Store | None, keys: list[str]) -> str:
+    """Return the workers that have not come. Without an answer of the store, that is worker 0, which keeps it."""
+    try:
+        return "0" if store is None else ", ".join(str(i) for i, key in enumerate(keys) if not store.check([key]))
+    except distributed.DistError:
+        return "0"
+
+
+class GroupExchange:
+    """Exchanges rows over `torch.distributed`, by the backend that `choose_backend` chooses for the workers' devices.
+
+    gloo exchanges host memory: rows of an accelerator are copied to pinned memory there, and back.
+    Every call raises `GroupLostError` where another worker ended, or did not answer in time. NCCL cannot raise: where
+    it waits in vain, its watchdog ends the process.
+
+    Args:
+        place: place of this worker. The call returns when all workers have made it.
+        store: common store of the workers; a new one for each start of the group.
+        device: device of the tensors.
+
+    Attributes:
+        note: sentence for the operator; "" for a group without accelerators.
+
+    Raises:
+        GroupLostError: another worker did not join in time.
+    """
+
+    def __init__(self, place: GroupPlace, store: Store, device: torch.device) -> None:
+        self.worker, self.num_workers = place.worker, place.num_workers
+        self._device = device
+        with _losing_group():
+            names = _share_names(place, store, name_device(device))
+            backend = choose_backend(names)
+            distributed.init_process_group(
+                "gloo" if backend == "gloo" else f"cpu:gloo,{device.type}:nccl",
+                store=store,
+                rank=place.worker,
+                world_size=place.num_workers,
+                timeout=timedelta(seconds=place.timeout_s),
+                device_id=None if backend == "gloo" else device,
+            )
+        way = describe_backend(names)
+        self.note = way and f"Engines exchange tokens by {way}."
+        self._is_staged = backend == "gloo" and device.type != "cpu"
+
+    def gather(self, numbers: Int64s) -> Int64s:
+        """Gather numbers on the host from all workers, as int64[workers, n]. `numbers`: int64[n], of this worker."""
+        own = torch.from_numpy(numbers)
+        gathered = [torch.empty_like(own) for _ in range(self.num_workers)]
+        with _losing_group():
+            distributed.all_gather(gathered, own)
+        return torch.stack(gathered).numpy()
+
+    def exchange_counts(self, counts: Tensor) -> Tensor:
+        """Implement `ExpertExchange.exchange_counts`."""
+        sent, received = self._buffers(counts, counts.shape)
+        with _losing_group():
+            distributed.all_to_all_single(received, sent)
+        return self._on_device(received)
+
+    def exchange_rows(self, rows: Tensor, num_sent: list[int], num_received: list[int]) -> Tensor:
+        """Implement `ExpertExchange.exchange_rows`."""
+        sent, received = self._buffers(rows.contiguous(), (sum(num_received), rows.shape[1]))
+        # As bytes, because gloo does not know every dtype.
+        sent_bytes, received_bytes = sent.view(torch.uint8), received.view(torch.uint8)
+        with _losing_group():
+            distributed.all_to_all_single(received_bytes, sent_bytes, num_received, num_sent)
+        return self._on_device(received)
+
+    def _buffers(self, sent: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """(`sent`, memory for what comes) where the backend reads and writes."""
+        if self._is_staged:
+            return copy_to_host(sent), empty_on_host(shape, sent.dtype, self._device)
+        return sent, sent.new_empty(shape)
+
+    def _on_device(self, received: Tensor) -> Tensor:
+        return received.to(self._device, non_blocking=True) if self._is_staged else received
+
+
+def _share_names(place: GroupPlace, store: Store, own: str) -> list[str]:
+    """Return the names of all workers' devices."""
+    keys = [f"device-{worker}" for worker in range(place.num_workers)]
+    store.set(keys[place.worker], own)
+    return [store.get(key).decode() for key in keys]
+
+
+@contextlib.contextmanager
+def _losing_group() -> Iterator[None]:
+    """Turn an error of a collective into a `GroupLostError`. No exchange is possible afterwards."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise GroupLostError(f"the exchange with the other engines of the group failed: {error}") from error
+
+
+def num_expert_bytes(module: nn.Module) -> int:
+    """Return the bytes of one expert of a tagged module, not packed."""
+    return sum(_sizes(module))
+
+
+def to_bytes(weights: ExpertWeights) -> Tensor:
+    """Return uint8[bytes], the weights one after the other."""
+    return torch.cat([each.contiguous().view(-1).view(torch.uint8) for each in weights if each is not None])
+
+
+def from_bytes(module: nn.Module, row: Tensor) -> ExpertWeights:
+    """Return the weights of an expert of a tagged module; they share the memory of `row`.
+
+    Args:
+        row: uint8[bytes], from `to_bytes` on a worker with the same network; its memory begins at a multiple of 8.
+    """
+    parts = iter(torch.split(row, [size for size in _sizes(module) if size]))
+    layout = tag_of(module).layout
+    weights = [None if each is None else next(parts).view(each[1]).view(each[0]) for each in layout]
+    return ExpertWeights(*weights)  # type: ignore[arg-type]
+
+
+def _sizes(module: nn.Module) -> list[int]:
+    return [0 if each is None else math.prod(each[0]) * each[1].itemsize for each in tag_of(module).layout]
+
+
+class LayerMove(NamedTuple):
+    """A layer whose experts move.
+
+    Attributes:
+        module: its experts module, cut to the slots of this worker.
+        old, new: int32[workers, slots], logical expert in each slot before and after.
+        moves: copies that lead from one to the other.
+        rounds: moves of each step, in order.
+    """
+
+    module: nn.Module
+    old: NDArray[np.int32]
+    new: NDArray[np.int32]
+    moves: ExpertMoves
+    rounds: list[NDArray[np.int64]]
+
+
+def layer_move_of(module: nn.Module, old: NDArray[np.int32], plan: LayerPlan) -> LayerMove:
+    """Plan the rounds of a layer; the same on all workers.
+
+    Args:
+        old: int32[workers, slots], logical expert in each slot by now.
+    """
+    num_experts = cast(PackedExperts, module).num_experts
+    # A table has the experts of the layer that has most, and this one may have fewer.
+    old, new = (np.where(rows < num_experts, rows, EMPTY) for rows in (old, plan.rows()))
+    moves = moves_between(old, new)
+    per_round = max(plan.max_bytes_per_step // num_expert_bytes(module), 1)
+    return LayerMove(module, old, new, moves, rounds_of(moves, len(old), per_round))
+
+
+class LayerMover:
+    """One worker's part of a layer's moves.
+
+    A slot that the old placement leaves empty takes its new expert when it arrives. The new expert of any other slot
+    waits beside it for the commit, because tokens visit the old one until then. So memory beyond the slots is taken
+    for the time of one layer's moves only.
+
+    Args:
+        move: the layer, as all workers plan it.
+        exchange: exchange between the workers.
+
+    Attributes:
+        num_bytes: bytes of weights that went from one worker to another, of all workers.
+    """
+
+    def __init__(self, move: LayerMove, exchange: ExpertExchange) -> None:
+        self._move, self._exchange = move, exchange
+        self._num_done = 0
+        self._waiting: dict[int, PreparedExpert] = {}
+        self._filled: list[int] = []
+        self.num_bytes = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all experts have arrived."""
+        return self._num_done == len(self._move.rounds)
+
+    def step(self) -> None:
+        """Move the experts of the next round. All workers make this call in the same step."""
+        moves, here = self._move.moves, self._exchange.worker
+        this_round = self._move.rounds[self._num_done]
+        for at in this_round[(moves.source[this_round] == here) & ~moves.crosses[this_round]].tolist():
+            weights = read_expert(self._move.module, int(moves.source_slot[at]))
+            self._put(int(moves.slot[at]), prepare_expert(self._move.module, weights))
+        crossing = this_round[moves.crosses[this_round]]
+        if len(crossing):
+            self._exchange_experts(crossing)
+        self._num_done += 1
+
+    def commit(self) -> None:
+        """Make the new placement that of the slots. No item in flight may use the layer."""
+        module, here = self._move.module, self._exchange.worker
+        old, new = self._move.old[here], self._move.new[here]
+        for slot, prepared in self._waiting.items():
+            install_expert(module, slot, int(new[slot]), prepared)
+        for slot in np.flatnonzero((new == EMPTY) & (old != EMPTY)).tolist():
+            empty_slot(module, slot)
+
+    def drop(self) -> None:
+        """Forget what has arrived; the old placement stays."""
+        for slot in self._filled:
+            empty_slot(self._move.module, slot)
+
+    def _exchange_experts(self, crossing: NDArray[np.int64]) -> None:
+        """Send and take in experts; every worker lists them by the other worker, then in the order of the moves."""
+        moves, module, exchange = self._move.moves, self._move.module, self._exchange
+        sent = crossing[moves.source[crossing] == exchange.worker]
+        sent = sent[np.argsort(moves.worker[sent], kind="stable")]
+        taken = crossing[moves.worker[crossing] == exchange.worker]
+        taken = taken[np.argsort(moves.source[taken], kind="stable")]
+        rows = [to_bytes(read_expert(module, int(moves.source_slot[at]))) for at in sent]
+        size = num_expert_bytes(module)
+        device = cast(PackedExperts, module).down_proj.device
+        outgoing = torch.stack(rows) if rows else torch.empty(0, size, dtype=torch.uint8, device=device)
+        counts = [
+            np.bincount(column, minlength=exchange.num_workers).tolist()
+            for column in (moves.worker[sent], moves.source[taken])
+        ]
+        incoming = exchange.exchange_rows(outgoing, *counts)
+        for at, row in zip(taken.tolist(), incoming, strict=True):
+            self._put(int(moves.slot[at]), prepare_expert(module, from_bytes(module, row.clone())))
+        self.num_bytes += len(crossing) * size
+
+    def _put(self, slot: int, prepared: PreparedExpert) -> None:
+        """Keep an expert that has arrived, in its slot or beside it."""
+        here = self._exchange.worker
+        if self._move.old[here, slot] == EMPTY:
+            install_expert(self._move.module, slot, int(self._move.new[here, slot]), prepared)
+            self._filled.append(slot)
+        else:
+            self._waiting[slot] = prepared

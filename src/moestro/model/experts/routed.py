@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.moe import ExpertsInterface
 
-from moestro.model.experts.expert_visits import ExpertVisitCounter
-from moestro.model.float8 import BLOCK, SCALES, Float8Weight
 from moestro.model.kernels.packing import PackedSlots
+from moestro.model.step import ExpertVisitCounter
+from moestro.model.tensors import BLOCK, SCALES, Float8Weight
 
 EXPERTS = "moestro"  # name in the registry
 _TAG = "moestro_layer"

@@ -12,18 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it unmarked
 
-from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.core.experts.layer_moves import LayerPlan
-from moestro.core.experts.move_agreement import MovingTable
-from moestro.core.experts.table_message import TableMessage
-from moestro.core.model_info import ModelInfo
+from moestro.core.experts.expert_table import EMPTY, ExpertTable, TableMessage
+from moestro.core.experts.layer_moves import LayerPlan, MovingTable
+from moestro.core.request import ModelInfo
 from moestro.core.work import Units
 from moestro.model.device import TorchDevice, open_device
-from moestro.model.experts.expert_exchange import ExpertExchange, GroupExchange, GroupPlace
-from moestro.model.experts.layer_mover import LayerMover, layer_move_of
+from moestro.model.experts.expert_slots import ExpertExchange, GroupExchange, GroupPlace, LayerMover, layer_move_of
 from moestro.model.experts.routed import add_contributions, run_slots, tag_of
-from moestro.model.experts.worker_share import WorkerShare
-from moestro.model.network import Network
+from moestro.model.network import Network, WorkerShare
 from moestro.model.pools import KVPools
 from moestro.model.settings import LocalRank, ModelSettings
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moestro.model.attention import ATTENTION_FORM, AttentionForm
+from moestro.model.attention import ATTENTION_FORM, AttentionForm, HeadProduct, LatentProjection
 from moestro.model.experts.expert_slots import pack_experts
 from moestro.model.experts.routed import PackedExperts, Routing, is_experts, retag, run_batches, tag_of
 from moestro.model.kernels.layout import KernelPacking
@@ -32,7 +32,6 @@ from moestro.model.kernels.packing import PackedLinear, PackedSlots
 from moestro.model.kernels.paged import exchange_attention
 from moestro.model.kernels.plan import plan_layer
 from moestro.model.kernels.rows import exchange_gate, exchange_norm, exchange_rotary, is_rotation_rowwise
-from moestro.model.latent import HeadProduct, LatentProjection
 
 
 class KernelExperts:

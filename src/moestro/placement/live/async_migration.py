@@ -20,9 +20,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.core.experts.table_message import ExpertLayers
-from moestro.core.worker_names import Worker
+from moestro.core.experts.expert_table import EMPTY, ExpertLayers, ExpertTable
+from moestro.core.processes import Worker
 from moestro.placement.live.ep_migration import MigrationProgress
 from moestro.wire.messages import ExpertsPrepared, PrepareExperts, ToRank
 

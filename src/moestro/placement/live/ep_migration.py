@@ -14,9 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from moestro.core.experts.expert_table import ExpertTable
+from moestro.core.experts.expert_table import ExpertLayers, ExpertTable, TableMessage
 from moestro.core.experts.layer_moves import LayerPlan, SettledLayer, with_layer
-from moestro.core.experts.table_message import ExpertLayers, TableMessage
 from moestro.errors import NoEngineError
 from moestro.wire.messages import (
     DropLayer,

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.experts.expert_load import ExpertLoad
-from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.core.experts.near_experts import OTHER_NODE
+from moestro.core.experts.expert_table import EMPTY, OTHER_NODE, ExpertTable
 from moestro.placement.contract import Devices, Floats, PlaceLimits, PlacePrices, PlaceView, TokenOrigins
 from moestro.placement.score import idle_parts, score_slots
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from moestro.core.clock import NS_PER_S
 from moestro.repro.amoe.findings import ClosedRun
 from moestro.repro.amoe.systems import Bed, Built, build
-from moestro.sim.load.arrivals import AtTimes
-from moestro.sim.load.closed_loop import SPREAD_S, Observation, Replacing, TimedRows, run_observed
+from moestro.sim.closed_loop import SPREAD_S, Observation, Replacing, TimedRows, run_observed
+from moestro.sim.cluster import AtTimes
 from moestro.workload.generated.draws import poisson
 from moestro.workload.rows import Rows
 

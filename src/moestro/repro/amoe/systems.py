@@ -11,36 +11,39 @@ from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import ExpertTable, spread_evenly
 from moestro.core.views import QueueTable, Run, StepFunction, StepPolicy, Wait
-from moestro.cost.capacity import check_experts_fit, kv_blocks, worker_kv_blocks
-from moestro.cost.collectives import all_reduce, all_to_all_of
 from moestro.cost.drawn_step import Deployment
 from moestro.cost.gate import PopularityGate
-from moestro.cost.gpus import Gpu, gpu_named
-from moestro.cost.hf_config import network_named
-from moestro.cost.kernels import Kernels
-from moestro.cost.links import ANNOUNCE_REMOTELY_NS, EFA_P4D, NVSWITCH_A100, Machines, two_phase, with_both_kinds
-from moestro.cost.model import Batch, StageCostModel
-from moestro.cost.networks import NetworkShape
-from moestro.cost.popularity import AMOE_RATE, PopularityForm
-from moestro.cost.priced_stages import HostOverhead
-from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
-from moestro.cost.staged_engines import AMOE, StagedEngine, amoe
-from moestro.cost.tensor_parallel import network_share
+from moestro.cost.gpus import Gpu, check_experts_fit, gpu_named, kv_blocks, worker_kv_blocks
+from moestro.cost.links import (
+    ANNOUNCE_REMOTELY_NS,
+    EFA_P4D,
+    NVSWITCH_A100,
+    Machines,
+    all_reduce,
+    all_to_all_of,
+    two_phase,
+    with_both_kinds,
+)
+from moestro.cost.model import AMOE_RATE, Batch, PopularityForm, StageCostModel
+from moestro.cost.networks import NetworkShape, network_named, network_share
+from moestro.cost.priced_device import HostOverhead
+from moestro.cost.roofline import VLLM_HOST, HostCost, Kernels, Roofline, RooflineSettings
+from moestro.cost.tables import AMOE, StagedEngine, amoe
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.flow.registry import make_step_policy
-from moestro.sim.engine import Ranks
-from moestro.sim.groups.baselines import (
+from moestro.sim.groups.group import Ranks
+from moestro.sim.groups.group_builder import StageJitter, item_factors
+from moestro.sim.groups.group_figures import drawn_visits, least_times, least_work_ns, throughput_bound
+from moestro.sim.groups.lock_step_group import (
     LOCK_STEP,
     PING_PONG,
     TWO_BATCH_OVERLAP,
+    LockStepGroup,
     StepPricing,
     plain_replica,
     with_stalls,
 )
-from moestro.sim.groups.lock_step_group import LockStepGroup
-from moestro.sim.groups.throughput_bound import drawn_visits, least_times, least_work_ns, throughput_bound
-from moestro.sim.groups.uneven_devices import StageJitter, item_factors
 from moestro.sim.groups.worker_group import GroupLayout, WorkerGroup
 
 # AMoE's testbeds: a network, GPUs on machines, a popularity of experts, and the prices of stages.

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from moestro.core.clock import NS_PER_S
-from moestro.cost.gating import even_gating
+from moestro.cost.model import even_gating
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.repro.gimbal.findings import GimbalCell, PrefixCell
 from moestro.repro.gimbal.systems import BLOCK_SIZE, SYSTEMS, EpBed, System
@@ -20,16 +20,12 @@ from moestro.routing.policy_contract import RoutePolicy
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
-from moestro.sim.cluster import Cluster
-from moestro.sim.engine import Ranks
-from moestro.sim.figures.results import Results
-from moestro.sim.groups.group import Group
-from moestro.sim.groups.live_placement import SimPlacement
+from moestro.sim.cluster import AtTimes, Cluster
+from moestro.sim.groups.group import Barrier, Group, Ranks
+from moestro.sim.groups.live_placement import OfflineRouting, SimPlacement
 from moestro.sim.groups.lock_step_group import LockStepGroup
-from moestro.sim.groups.offline_routing import OfflineRouting
-from moestro.sim.load.arrivals import AtTimes
-from moestro.sim.prices import Barrier
-from moestro.sim.saturation import middle_rate
+from moestro.sim.results import Results
+from moestro.sim.scenario import middle_rate
 from moestro.workload.experts.expert_traces import RoutingTrace, read_routing
 from moestro.workload.generated.draws import Shape, draw_shape, poisson
 from moestro.workload.generated.sessions import App, LogNormal, SessionShape, steady_rows

@@ -6,8 +6,8 @@ import inspect
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moestro.cost.popularity import PopularityForm
-from moestro.engine.policies.ordering.ageing import Sjf
+from moestro.cost.model import PopularityForm
+from moestro.engine.policies.ordering import Sjf
 from moestro.repro.experiment import PaperFigure, PartsExperiment, SetupRow
 from moestro.repro.gimbal.findings import GimbalFindings
 from moestro.repro.gimbal.loads import CHATS, OWN_TEXTS, USERS, Tenants

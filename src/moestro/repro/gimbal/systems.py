@@ -9,31 +9,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import spread_evenly
-from moestro.cost.ahead_gate import AheadGate
-from moestro.cost.capacity import worker_kv_blocks
-from moestro.cost.collectives import Collective, MachinesAllToAll, all_to_all, pplx_all_to_all
 from moestro.cost.drawn_step import Deployment
-from moestro.cost.gate import Gate, PopularityGate, RecordedGate
-from moestro.cost.gpus import Gpu, gpu_named
-from moestro.cost.hf_config import network_named
-from moestro.cost.links import INFINIBAND_HDR, NVSWITCH_A100
-from moestro.cost.networks import NetworkShape
-from moestro.cost.popularity import PopularityForm
+from moestro.cost.gate import AheadGate, Gate, PopularityGate, RecordedGate
+from moestro.cost.gpus import Gpu, gpu_named, worker_kv_blocks
+from moestro.cost.links import INFINIBAND_HDR, NVSWITCH_A100, Collective, MachinesAllToAll, all_to_all, pplx_all_to_all
+from moestro.cost.model import PopularityForm
+from moestro.cost.networks import NetworkShape, network_named
 from moestro.cost.roofline import VLLM_HOST, HostCost, Roofline, RooflineSettings
 from moestro.engine.settings import SchedulerSettings
 from moestro.placement.contract import PlaceLimits, even_devices, place_prices
 from moestro.placement.live.control import CHECK_NS
 from moestro.placement.settings import LivePlacementSettings
-from moestro.sim.groups.baselines import LOCK_STEP, slowed
 from moestro.sim.groups.live_placement import (
     UNBOUNDED_BYTES,
     PlacementSite,
     SimPlacement,
     SimPlacementSettings,
+    start_placement,
     with_spare_slots,
 )
-from moestro.sim.groups.lock_step_group import LockStepGroup
-from moestro.sim.groups.offline_routing import start_placement
+from moestro.sim.groups.lock_step_group import LOCK_STEP, LockStepGroup, slowed
 from moestro.workload.experts.expert_traces import RoutingTrace
 from moestro.workload.rows import Rows
 

@@ -11,7 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from moestro.cost.gpus import gpu_named
-from moestro.cost.hf_config import network_named
+from moestro.cost.networks import network_named
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.errors import ConfigError
 from moestro.repro.experiment import Experiment, show_no_step
@@ -56,7 +56,7 @@ from moestro.repro.testbed import (
 from moestro.routing.policy_contract import Needs, RouteInputs, RoutePolicy
 from moestro.routing.registry import policy_from
 from moestro.routing.scoring import Scored, batch_size, hit_ratio, num_tokens, p_tokens, priced_ttft
-from moestro.sim.figures.results import Results
+from moestro.sim.results import Results
 from moestro.sim.signals import SignalSettings
 from moestro.workload.generated.draws import at_rate
 

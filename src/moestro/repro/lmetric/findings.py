@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from moestro.core.clock import NS_PER_S
-from moestro.core.student_t import student_t_quantile
+from moestro.core.rng import student_t_quantile
 from moestro.repro.results import Findings
 from moestro.repro.testbed import RoutedCell, ServingFigures, counted_prefill, paired_interval
-from moestro.sim.figures.results import WINDOW_NS, Results
+from moestro.sim.results import WINDOW_NS, Results
 
 # The course of a run: what LMetric's paper draws over time or as a distribution (Fig. 7 to 10, 21 to 24, 26, 27).
 

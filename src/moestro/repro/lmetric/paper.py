@@ -14,7 +14,7 @@ from moestro.core.clock import NS_PER_S
 from moestro.repro.experiment import PaperFigure, SetupRow
 from moestro.repro.lmetric.findings import NETWORK, OTHER_NETWORK, RIVALS
 from moestro.repro.testbed import TimedLoad
-from moestro.sim.figures.results import WINDOW_NS
+from moestro.sim.results import WINDOW_NS
 from moestro.workload.generated.draws import at_rate, replay
 from moestro.workload.generated.sessions import PUBLISHED_SHAPES, SHAPES, steady_rows
 from moestro.workload.rows import Rows

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.cost.gate import PopularityGate
 from moestro.cost.links import ANNOUNCE_REMOTELY_NS, Link, Machines, link_named, two_phase
-from moestro.cost.popularity import AMOE_RATE, PopularityForm
-from moestro.cost.priced_stages import HostOverhead
+from moestro.cost.model import AMOE_RATE, PopularityForm
+from moestro.cost.priced_device import HostOverhead
 from moestro.cost.roofline import HostCost
 from moestro.repro.amoe.loads import LENGTHS, LengthRanges
 from moestro.repro.amoe.systems import ASYNC, COLOCATED, EP, OVERLAP, PING_PONG_NAME, REPLICAS, Bed
-from moestro.sim.groups.uneven_devices import StageJitter
+from moestro.sim.groups.group_builder import StageJitter
 
 _STALE = 1000  # added to the seed of the popularity for which a stale plan was made
 

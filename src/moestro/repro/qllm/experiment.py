@@ -55,9 +55,8 @@ from moestro.repro.testbed import LEAD_IN, latency_ms
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
-from moestro.sim.cluster import Cluster
-from moestro.sim.figures.results import Results
-from moestro.sim.load.arrivals import AtTimes
+from moestro.sim.cluster import AtTimes, Cluster
+from moestro.sim.results import Results
 from moestro.workload.requests import RequestForm, RequestMaker
 
 WHOLE = GridPlan(loads=tuple(map(planned, ANSWER_LIMITS)), systems=tuple(ENGINES), seeds=(0, 1, 2))

@@ -14,15 +14,13 @@ import numpy as np
 
 from moestro.core.views import StepPolicy
 from moestro.cost.gpus import A100
-from moestro.cost.staged_engines import qllm
+from moestro.cost.tables import qllm
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.repro.grid import PlannedLoad
-from moestro.sim.engine import Ranks
-from moestro.sim.groups.group import Group
-from moestro.sim.groups.staged import StagedRank
-from moestro.sim.prices import OneRank
+from moestro.sim.groups.group import Group, OneRank, Ranks
+from moestro.sim.groups.worker_group import StagedRank
 from moestro.workload.generated.draws import poisson
 from moestro.workload.rows import Int64s, Rows, labelled
 from moestro.workload.traces.reading import read_trace

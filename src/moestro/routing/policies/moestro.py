@@ -27,9 +27,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moestro.core.columns import column_sum
 from moestro.core.rng import Draws
-from moestro.core.views import ALONE
+from moestro.core.views import ALONE, column_sum
 from moestro.routing.policy_contract import (
     Choice,
     Ended,

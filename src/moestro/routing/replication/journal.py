@@ -15,8 +15,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from moestro.core.hashing import HASH_BYTES
-from moestro.core.prefix_tree import BlockRun
+from moestro.core.hashing import HASH_BYTES, BlockRun
 from moestro.core.request import Request
 from moestro.routing.in_flight import Flight
 from moestro.routing.router import Router

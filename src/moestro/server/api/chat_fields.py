@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from moestro.core.grammar import Grammar
-from moestro.core.json_elements import MAX_DEPTH, is_too_deep
+from moestro.core.clients import MAX_DEPTH, is_too_deep
+from moestro.core.request import Grammar
 from moestro.errors import GrammarTimeoutError, RequestError, shown
 from moestro.grammar.checker import MAX_CHECKS, MAX_TRIES, GrammarChecker, GrammarVerdict
 from moestro.grammar.host import CHECK, LONGEST_WAIT_S, TRY

@@ -10,10 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from moestro.core.grammar import Grammar
 from moestro.core.hashing import hash_blocks, hash_key
-from moestro.core.model_info import ModelInfo
-from moestro.core.request import Request, SamplingParams, packed_tokens
+from moestro.core.request import Grammar, ModelInfo, Request, SamplingParams, packed_tokens
 from moestro.errors import PromptTooLongError, RequestError, shown
 from moestro.server.api.chat_fields import RequestedGrammar, refuse_large_grammar
 from moestro.server.api.request_fields import refuse_unknown

@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 from msgspec import inspect
 
-from moestro.core.json_elements import (
+from moestro.core.clients import (
     MAX_DEPTH,
     MAX_DIGITS,
     MAX_ELEMENTS,

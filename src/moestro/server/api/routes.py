@@ -17,8 +17,8 @@ from aiohttp import web
 from moestro import __version__
 from moestro.config.config_sources import SECRETS, settings_in
 from moestro.config.serve_settings import ServeSettings
-from moestro.core.json_elements import count_elements
-from moestro.core.model_info import ModelInfo
+from moestro.core.clients import count_elements
+from moestro.core.request import ModelInfo
 from moestro.errors import RequestError
 from moestro.server.api.openapi_bounds import add_bounds
 from moestro.server.api.protocol import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from moestro.core.json_elements import count_elements
+from moestro.core.clients import count_elements
 from moestro.core.request import MAX_LISTED_TOKENS, SAMPLING_RANGES, SamplingDefaults, SamplingParams, ServiceClass
 from moestro.errors import PromptTooLongError, shown
 from moestro.server.api.chat_fields import (

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
 from moestro.core.load_figures import IDLE
-from moestro.core.model_info import ModelInfo
-from moestro.core.request import WITHOUT_TOKEN, FinishReason, Output, Request
+from moestro.core.request import WITHOUT_TOKEN, FinishReason, ModelInfo, Output, Request
 from moestro.errors import ConfigError, EngineDiedError, MoestroError, NoEngineError, QueueFullError, RequestError
 from moestro.routing.router import RouteDecision, Router
 from moestro.routing.settings import EngineSpec
@@ -42,7 +41,7 @@ class WaitingClients:
     """Counts the requests of each client that are prepared, or that wait in an engine for their first token.
 
     A full queue has an equal share for each client. A request of a client with less than that is sent to the engine
-    all the same, and the engine takes a place from the client that has most (`engine.policies.admission`).
+    all the same, and the engine takes a place from the client that has most (`engine.waiting`).
     The queues on the way to an engine thus have at most twice the places of one.
 
     Args:

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.experts.expert_load import ExpertLoad
-from moestro.core.experts.source_load import SourceLoad, merge_sources
+from moestro.core.experts.expert_load import ExpertLoad, SourceLoad, merge_sources
+from moestro.core.processes import ending_on_error
 from moestro.core.request import FinishReason, Request
 from moestro.core.scheduling_events import (
     BatchPassed,
@@ -27,7 +27,6 @@ from moestro.core.scheduling_events import (
     SequencePreempted,
     SequenceQueued,
 )
-from moestro.core.side_job import ending_on_error
 from moestro.routing.decision_log import DecisionLog, RequestTrace, ServerFacts
 from moestro.routing.decision_record import Entry, ScheduledOn
 from moestro.routing.router import RouteDecision

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import zmq
 
-from moestro.core.curve_keys import CurveKeys
+from moestro.core.processes import CurveKeys
 from moestro.errors import ConfigError, NoEngineError
 from moestro.web.ports.faults import LogLimit
 from moestro.wire.local_stream import FrameError, LocalStream, local_path

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from moestro.config.launch_spec import GroupSpec, name_of
 from moestro.core.clock import NS_PER_S
-from moestro.core.experts.expert_table import EMPTY, slots_of_shares
-from moestro.core.experts.table_message import ExpertLayers, TableMessage
-from moestro.core.worker_names import Worker, WorkerKind
+from moestro.core.experts.expert_table import EMPTY, ExpertLayers, TableMessage, slots_of_shares
+from moestro.core.processes import Worker, WorkerKind
 from moestro.errors import ConfigError, EngineDiedError, MoestroError, NoEngineError
 from moestro.flow.settings import GroupOptions
 from moestro.placement.live.async_migration import AsyncMigration, GroupTable

@@ -15,9 +15,16 @@ from numpy.typing import NDArray
 
 from moestro.config.serve_settings import ServeSettings
 from moestro.core.clock import NS_PER_S
-from moestro.core.experts.expert_pressure import expert_pressures
-from moestro.core.experts.expert_table import EMPTY, ExpertTable, spread_evenly
-from moestro.core.experts.near_experts import DISTANCES, SAME_DEVICE, expert_shares, visit_shares
+from moestro.core.experts.expert_load import expert_pressures
+from moestro.core.experts.expert_table import (
+    DISTANCES,
+    EMPTY,
+    SAME_DEVICE,
+    ExpertTable,
+    expert_shares,
+    spread_evenly,
+    visit_shares,
+)
 from moestro.core.load_figures import LoadFigures
 from moestro.core.scheduling_events import ExpertMove, ExpertsMoved
 from moestro.placement.live.ep_migration import EpMigration

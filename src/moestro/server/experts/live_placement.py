@@ -18,7 +18,7 @@ from aiohttp import web
 
 from moestro.config.serve_settings import ServeSettings
 from moestro.core.clock import NS_PER_S
-from moestro.core.model_info import ModelInfo
+from moestro.core.request import ModelInfo
 from moestro.errors import ConfigError, shown
 from moestro.files.text_files import read_text
 from moestro.placement.contract import PlacementError

@@ -11,11 +11,11 @@ import numpy as np
 from moestro.config.idle_flags import may_have_gpu
 from moestro.config.serve_settings import ServeSettings
 from moestro.core.clock import NS_PER_S
-from moestro.core.experts.near_experts import OTHER_NODE, SAME_NODE
+from moestro.core.experts.expert_table import OTHER_NODE, SAME_NODE
 from moestro.cost.gpus import gpu_named
 from moestro.cost.links import link_named
-from moestro.cost.named_parts import link_within, read_network
 from moestro.cost.networks import NetworkShape
+from moestro.cost.settings import link_within, read_network
 from moestro.placement.contract import PlacePrices, place_prices
 from moestro.placement.live.control import PlacementControl
 from moestro.placement.live.plan import GroupPlaces, PlacementPlan

@@ -10,11 +10,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from moestro.core.clock import NS_PER_S
-from moestro.core.experts.near_experts import DISTANCES, SAME_DEVICE
+from moestro.core.experts.expert_table import DISTANCES, SAME_DEVICE
 from moestro.core.load_figures import FIGURES, FigureKind, PaceCounts, figure_values
-from moestro.core.model_info import ModelInfo
-from moestro.core.request import FinishReason
-from moestro.core.worker_names import WorkerKind
+from moestro.core.processes import WorkerKind
+from moestro.core.request import FinishReason, ModelInfo
 from moestro.placement.live.control import DecisionOutcome, MigrationOutcome, PlacementControl
 from moestro.placement.score import PlaceScore
 from moestro.server.engines.engine_client import EngineClient

@@ -16,7 +16,7 @@ from moestro.config.serve_settings import ServeSettings
 from moestro.core.clock import NS_PER_S
 from moestro.core.hashing import keyed_names
 from moestro.core.load_figures import FIGURES, ROUTED_FIGURES
-from moestro.core.model_info import ModelInfo
+from moestro.core.request import ModelInfo
 from moestro.core.scheduling_events import SequenceAdmitted, SequencePreempted
 from moestro.routing.decision_log import Attempt, RequestTrace, ServerFacts
 from moestro.routing.decision_record import Entry, Gap, PolicyText, RecordedRouter, keyed_entry

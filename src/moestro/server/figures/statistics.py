@@ -15,8 +15,7 @@ from moestro import __version__
 from moestro.config.serve_settings import ServeSettings
 from moestro.core.clock import NS_PER_S
 from moestro.core.load_figures import FIGURES, FigureKind, LoadFigures, PaceCounts, figure_values
-from moestro.core.model_info import CardMemory, ModelInfo
-from moestro.core.request import ServiceClass
+from moestro.core.request import CardMemory, ModelInfo, ServiceClass
 from moestro.server.api.request_builder import ServedModel
 from moestro.server.engines.engine_client import EngineClient
 from moestro.server.engines.engine_reports import GroupLoad

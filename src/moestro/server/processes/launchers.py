@@ -23,8 +23,7 @@ import msgspec
 from moestro.config.cores import thread_environment
 from moestro.config.launch_spec import STANDBY, LaunchSpec, write_launch_spec
 from moestro.config.linux_process import adopt_orphans, is_stopped
-from moestro.core.curve_keys import CurveKeys
-from moestro.core.worker_names import Worker, WorkerKind
+from moestro.core.processes import CurveKeys, Worker, WorkerKind
 
 WORKER = (sys.executable, "-m", "moestro.worker.worker")
 PACED_WORKER = (sys.executable, "-m", "moestro.worker.paced_worker")

@@ -35,8 +35,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from moestro import __version__
 from moestro.config.cores import thread_environment
 from moestro.config.serve_settings import LauncherSettings
-from moestro.core.curve_keys import CurveKeys
-from moestro.core.hosts import in_address
+from moestro.core.processes import CurveKeys, in_address
 from moestro.errors import ConfigError, EngineDiedError
 from moestro.server.processes.launchers import WORKER, ProcessEnd, StartedProcess
 from moestro.wire.sockets import new_curve_keys

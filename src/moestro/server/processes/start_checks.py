@@ -18,7 +18,7 @@ from pathlib import Path
 
 from moestro.config.linux_process import available_memory_bytes, has_gpu
 from moestro.config.serve_settings import ServeSettings
-from moestro.cost.hf_config import network_from_config
+from moestro.cost.networks import network_from_config
 from moestro.errors import ConfigError
 from moestro.files.checkpoint import Checkpoint, check_files, read_checkpoint
 from moestro.files.config_fields import num_experts_of

@@ -11,26 +11,139 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
-from moestro.core.request import Request
-from moestro.core.script import Script
-from moestro.core.token_keys import named_request_key
-from moestro.core.work import Int32s, Plan, Slots
+from moestro.core.request import Request, Script
+from moestro.core.work import Int32s, Plan, Slots, named_request_key
+from moestro.cost.model import Batch, CostModel, GroupCostModel, Int64s, Ints
 from moestro.cost.priced_device import ScriptedDevice, Scripts
+from moestro.cost.tables import MeasuredCost, OtherGpuCost
 from moestro.engine.block_pool import Place
 from moestro.engine.decode_horizon import STEPWISE, DecodeJumps, Horizon, steps_without_blocks
-from moestro.engine.fused import FusedExecutor
-from moestro.engine.rank import Rank
+from moestro.engine.host_tier import LinearPrices
+from moestro.engine.rank import FusedExecutor, Rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
-from moestro.engine.step_output import StepOutput
-from moestro.sim.prices import Prices, load_prices
+from moestro.engine.steps import StepOutput
+
+
+class Prices(Protocol):
+    """Prices steps of `num_ranks` ranks that begin and end together. Each argument holds one item for each rank."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that step together."""
+        ...
+
+    @property
+    def copies_beside(self) -> bool:
+        """Whether copies to and from host memory run beside steps; otherwise a step waits for all of its plan's."""
+        ...
+
+    def step_ns(self, batches: Sequence[Batch | None]) -> int:
+        """Return the duration of a step, ns. A batch of None is an idle rank; at least one rank has a batch."""
+        ...
+
+    def move_ns(self, num_tokens: int) -> int:
+        """Return the duration of copying the KV of `num_tokens` tokens between GPU and host, ns."""
+        ...
+
+    def decode_steps_ns(self, starts: Sequence[Ints], num_steps: int) -> Int64s:
+        """Return the duration of each coming decode step, ns. An empty start is an idle rank.
+
+        Returns:
+            int64[num_steps], a new array that the caller may change.
+        """
+        ...
+
+    def notes(self) -> list[str]:
+        """Return limits of the prices given so far, for readers of the results; usually none."""
+        ...
+
+
+_TRIAL_TOKENS = 1024  # of a prompt, in the step whose price per token counts
+
+
+def load_prices(prices: Prices, block_size: int) -> LinearPrices:
+    """Prices by which a rank that steps alone copies a prefix from host memory or computes it again.
+
+    A token costs what a step of twice as many tokens takes more: a step reads the weights in any case.
+    """
+    small, large = (_prompt_ns(prices, num_tokens) for num_tokens in (_TRIAL_TOKENS, 2 * _TRIAL_TOKENS))
+    return LinearPrices(prices.move_ns(block_size), (large - small) / _TRIAL_TOKENS)
+
+
+def _prompt_ns(prices: Prices, num_tokens: int) -> int:
+    return prices.step_ns([Batch(np.zeros(1, np.int32), np.array([num_tokens], np.int32))])
+
+
+class OneRank:
+    """Prices of a rank that steps alone.
+
+    Args:
+        cost: prices of its steps.
+        copies_beside: as in `Prices`.
+    """
+
+    num_ranks = 1
+
+    def __init__(self, cost: CostModel, *, copies_beside: bool = True) -> None:
+        self._cost = cost
+        self.copies_beside = copies_beside
+
+    def step_ns(self, batches: Sequence[Batch | None]) -> int:
+        """Implement `Prices.step_ns`."""
+        (batch,) = batches
+        assert batch is not None, "a step without a batch"
+        return self._cost.step_ns(batch)
+
+    def move_ns(self, num_tokens: int) -> int:
+        """Implement `Prices.move_ns`."""
+        return self._cost.move_ns(num_tokens)
+
+    def decode_steps_ns(self, starts: Sequence[Ints], num_steps: int) -> Int64s:
+        """Implement `Prices.decode_steps_ns`."""
+        return self._cost.decode_steps_ns(starts[0], num_steps)
+
+    def notes(self) -> list[str]:
+        """Note steps that were larger than those of the cost table."""
+        warning = self._cost.warning() if isinstance(self._cost, MeasuredCost | OtherGpuCost) else None
+        return [] if warning is None else [warning]
+
+
+class Barrier:
+    """Prices of an expert-parallel group in lock-step: the busiest rank sets the duration of a step."""
+
+    copies_beside = True
+
+    def __init__(self, cost: GroupCostModel) -> None:
+        self._cost = cost
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks in the group."""
+        return self._cost.num_ep_ranks
+
+    def step_ns(self, batches: Sequence[Batch | None]) -> int:
+        """Implement `Prices.step_ns`."""
+        return self._cost.group_step_ns(batches)
+
+    def move_ns(self, num_tokens: int) -> int:
+        """Implement `Prices.move_ns`."""
+        return self._cost.move_ns(num_tokens)
+
+    def decode_steps_ns(self, starts: Sequence[Ints], num_steps: int) -> Int64s:
+        """Implement `Prices.decode_steps_ns`."""
+        return self._cost.group_decode_steps_ns(starts, num_steps)
+
+    def notes(self) -> list[str]:
+        """Return no notes, because a roofline covers every step."""
+        return []
 
 
 def give_prompt_kv(scheduler: Scheduler, request_id: str) -> None:
@@ -48,8 +161,6 @@ def give_prompt_kv(scheduler: Scheduler, request_id: str) -> None:
     sequence.num_kept = sequence.num_tokens - 1
     scheduler.waiting.add(sequence)
 
-
-Int64s = NDArray[np.int64]
 
 _LONGEST_JUMP = 1024  # steps; pricing more is mostly wasted, because the next arrival cuts the jump
 _NO_SLOTS = np.empty(0, np.int64)
@@ -362,3 +473,57 @@ class Group:
         self.next_ns = now_ns + self._prices.step_ns(batches)
         for device in begun:
             device.finish_at(self.next_ns)
+
+
+class Ranks(Protocol):
+    """Ranks on virtual time. The cluster calls `turn` at `next_ns`, and `add` when a request arrives.
+
+    Attributes:
+        began_ns: start of the current step or jump.
+        ends: end of each step of the current jump, int64[k]. None means that no jump is running.
+        tells_prefill: whether a seat's `plan` runs from `began_ns` on, so that the time of prefill is known.
+    """
+
+    began_ns: int
+    ends: NDArray[np.int64] | None
+
+    @property
+    def next_ns(self) -> int | None:
+        """Time of the next `turn`. None means that the ranks are idle until a request arrives."""
+        ...
+
+    @property
+    def tells_prefill(self) -> bool:
+        """Whether the time of prefill is known."""
+        ...
+
+    @property
+    def steps_together(self) -> bool:
+        """Whether several ranks begin every step together."""
+        ...
+
+    @property
+    def seats(self) -> Sequence[Seat]:
+        """The ranks."""
+        ...
+
+    def add(self, seat: int, request: Request, script: Script, now_ns: int) -> int:
+        """Add a request to a rank's waiting queue, and return its serial number on that rank.
+
+        Raises:
+            RequestError: the rank refuses the request; no state has changed.
+        """
+        ...
+
+    def catch_up(self, before_ns: int) -> None:
+        """Take the steps of the current jump that ended before `before_ns`, so that their KV events are available."""
+        ...
+
+    def turn(self, now_ns: int, until_ns: int) -> list[StepOutput]:
+        """End the current step or jump, start the next one, and return the step output of each rank.
+
+        Args:
+            until_ns: time of the next event elsewhere. Until then the ranks may go on alone, as long as no request
+                gains a token.
+        """
+        ...

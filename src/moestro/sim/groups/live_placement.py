@@ -2,6 +2,8 @@
 
 The control of `placement.live` decides when to plan and what to follow, and its migration sends layers to the ranks.
 Only what surrounds them is simulated: the clock, the policy's thread, the messages, and the exchange of weights.
+
+Gimbal v1 runs random tokens before it serves; the control of placement begins with what they visit.
 """
 
 from __future__ import annotations
@@ -13,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import NS_PER_S
-from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
-from moestro.core.experts.expert_pressure import expert_pressures
+from moestro.core.experts.expert_load import ExpertLoad, LayerPairs, SourceLoad, expert_pressures, merge_sources
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.core.experts.layer_moves import LayerPlan, moves_between, rounds_of
-from moestro.core.experts.move_agreement import MovingTable
-from moestro.core.experts.source_load import SourceLoad, merge_sources
-from moestro.placement.contract import Devices, PlaceLimits, PlacePrices
+from moestro.core.experts.layer_moves import LayerPlan, MovingTable, moves_between, rounds_of
+from moestro.core.work import request_key, token_keys
+from moestro.cost.gate import Gate
+from moestro.placement.contract import PLACE_POLICIES, Devices, PlaceLimits, PlacePrices, PlaceView
 from moestro.placement.live.control import (
     CHECK_NS,
     Compute,
@@ -33,7 +34,8 @@ from moestro.placement.live.control import (
 )
 from moestro.placement.live.ep_migration import EpMigration
 from moestro.placement.live.plan import GroupPlaces, GroupView, PlaceableGroup, PlacementPlan
-from moestro.placement.load_window import LoadWindow
+from moestro.placement.load_window import LoadWindow, PairWindow
+from moestro.placement.policies.gimbal import GimbalV1Placement
 from moestro.placement.score import Moves, move_s
 from moestro.placement.settings import LivePlacementSettings
 from moestro.wire.messages import DropLayer, ExpertsPlaced, LayerMoving, LayerSettled, MoveLayer, Ready, ToRank
@@ -134,7 +136,7 @@ class SimPlacement:
         decisions: all decisions so far.
         stall_ns: time for which steps have waited for weights.
         moved_bytes: weights that went from one device to another.
-        expert_pressure: float64[sources], as `core.experts.expert_pressure` defines it, of the visits in each source's
+        expert_pressure: float64[sources], as `core.experts.expert_load` defines it, of the visits in each source's
             window.
     """
 
@@ -262,7 +264,7 @@ class SimPlacement:
 
 
 class _PricedLayer:
-    """Moves of one layer at a price; implements `core.experts.move_agreement.LayerCarrier`.
+    """Moves of one layer at a price; implements `core.experts.layer_moves.LayerCarrier`.
 
     Args:
         on_moved: called for each round with its seconds, and the bytes that went from one worker to another.
@@ -355,3 +357,70 @@ def with_spare_slots(table: ExpertTable, num_spares: int) -> ExpertTable:
     return ExpertTable(
         table.version, np.concatenate([table.logical_of, spare], axis=2), table.num_experts, table.is_alive
     )
+
+
+_NUM_TOKENS = 512
+_REQUEST = 1 << 31  # whose tokens they are; no request of a load has this number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OfflineRouting:
+    """Experts of random tokens.
+
+    Attributes:
+        choices: int32[layers, tokens, chosen], experts of each token.
+        num_experts: experts of a layer.
+    """
+
+    choices: NDArray[np.int32]
+    num_experts: int
+
+    @classmethod
+    def drawn(cls, gate: Gate, num_layers: int, num_experts: int) -> OfflineRouting:
+        """Draw the experts of random tokens from the gate of the load."""
+        one = np.ones(1, np.int32)
+        keys = token_keys(np.array([request_key(_REQUEST)], np.uint64), 0 * one, _NUM_TOKENS * one)
+        return cls(gate.choose_layers(keys, range(num_layers)).swapaxes(0, 1), num_experts)
+
+    def pairs(self) -> LayerPairs | None:
+        """Count the pairs of experts of consecutive layers; None with a single layer."""
+        window = PairWindow(self.num_experts)
+        window.add(self.choices, self.choices.shape[1], 1.0)
+        return window.most_frequent(1.0)
+
+    def load(self, num_sources: int) -> ExpertLoad:
+        """Count the tokens of each expert, as one step whose sources are alike."""
+        num_experts = self.num_experts
+        counts = np.array([np.bincount(layer.ravel(), minlength=num_experts) for layer in self.choices], np.float64)
+        tokens = np.repeat(counts[None] / num_sources, num_sources, axis=0)
+        return ExpertLoad(tokens, np.zeros_like(counts), (counts > 0).astype(np.float64), 1.0, self.pairs())
+
+
+def start_placement(
+    gate: Gate,
+    table: ExpertTable,
+    layers: tuple[int, ...],
+    site: PlacementSite,
+    settings: SimPlacementSettings,
+) -> SimPlacement:
+    """Make the live placement of a group.
+
+    Gimbal v1 gets the pairs of an offline run, and places the experts by it before the first step.
+
+    Args:
+        gate: draws the experts of the load.
+        table: experts in order, with EMPTY spare slots.
+        layers: layers with experts; Gimbal v1 needs that all of them have.
+        site: devices and prices.
+        settings: policy, interval, window and budget.
+
+    Raises:
+        ConfigError: no policy has the name, or a setting is wrong.
+    """
+    policy = PLACE_POLICIES.make(settings.live.placement_policy)
+    if isinstance(policy, GimbalV1Placement):
+        offline = OfflineRouting.drawn(gate, table.logical_of.shape[1], table.num_experts)
+        site = replace(site, offline_pairs=offline.pairs())
+        load = offline.load(len(site.devices.source_on))
+        table = policy(PlaceView(load, table, site.devices, site.prices, site.limits))
+    return SimPlacement(table, layers, site, settings)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from moestro.core.grammar import Grammar
+from moestro.core.request import Grammar
 from moestro.errors import RequestError
 from moestro.text.parsing.answer_grammars import after_thought, harmony_call, named_call, required_calls
 from moestro.text.parsing.answer_parser import AnswerParser, StopFinder

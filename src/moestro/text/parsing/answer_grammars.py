@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from moestro.core.grammar import Grammar
+from moestro.core.request import Grammar
 from moestro.text.parsing.harmony import CALL_HEAD, FINAL_HEAD, OPTIONAL_ANALYSIS
 from moestro.text.parsing.output_parser import ToolSpec
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from moestro.core.hosts import network_of
+from moestro.core.processes import network_of
 from moestro.errors import ConfigError
 from moestro.files.text_files import text_of
 from moestro.web.access.origins import Cors

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from moestro.core.client_table import ClientTable
-from moestro.core.hosts import network_of
+from moestro.core.clients import ClientTable
+from moestro.core.processes import network_of
 from moestro.errors import RequestError
 from moestro.web.settings import AccessSettings
 

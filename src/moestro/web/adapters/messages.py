@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from moestro.core.json_elements import is_too_deep
+from moestro.core.clients import is_too_deep
 from moestro.errors import RequestError, shown
 from moestro.web.adapters.field_places import FieldPlaces, TranslatedChat
 

@@ -14,7 +14,7 @@ from ipaddress import ip_address
 
 from aiohttp import web
 
-from moestro.core.hosts import in_address, network_of
+from moestro.core.processes import in_address, network_of
 from moestro.errors import ConfigError
 from moestro.web.errors import ConnectionsFullError, error_json
 from moestro.web.ports.faults import Fault, Faults, Port, PortFaults

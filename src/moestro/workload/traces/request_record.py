@@ -19,10 +19,9 @@ import msgspec
 import numpy as np
 
 from moestro.core.clock import ClockPair
-from moestro.core.request import Request, SamplingParams, ServiceClass
+from moestro.core.request import Request, SamplingParams, Script, ServiceClass
 from moestro.core.scheduling_events import RequestEvent, SequenceAdmitted, SequencePreempted
-from moestro.core.script import Script
-from moestro.core.token_keys import request_key
+from moestro.core.work import request_key
 from moestro.errors import ConfigError
 from moestro.workload.files import open_lines
 from moestro.workload.rows import Int64s

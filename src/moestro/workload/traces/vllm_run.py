@@ -9,8 +9,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from moestro.core.clock import NS_PER_S
-from moestro.core.timeline import Timelines
+from moestro.core.clock import NS_PER_S, Timelines
 from moestro.errors import ConfigError
 from moestro.workload.files import open_lines, read_jsonl
 from moestro.workload.rows import Int64s, Rows

@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moestro.core.hashing import HASH_BYTES
-from moestro.core.prefix_tree import BlockRun, PrefixTree
+from moestro.core.hashing import HASH_BYTES, BlockRun, PrefixTree
 from moestro.core.rng import Draws
 from moestro.errors import ConfigError
 from moestro.routing.policy_contract import (

@@ -1,1 +1,0 @@
-"""Channels for tensors between processes: gloo between hosts, NCCL between GPUs."""

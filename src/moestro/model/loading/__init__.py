@@ -1,1 +1,0 @@
-"""From a checkpoint's files to a network: refusals, weights, defaults."""

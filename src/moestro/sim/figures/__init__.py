@@ -1,1 +1,0 @@
-"""Figures of simulations: outcomes, intervals, tables and plots."""

@@ -1,1 +1,0 @@
-"""The load of a simulation: arrivals, closed loops, and recorded requests."""
