@@ -34,7 +34,7 @@ def test_programs_of_the_forker_are_counted_also_when_they_are_killed(tmp_path, 
     script = tmp_path / "burn.py"
     script.write_text(BURN + ("time.sleep(1000)\n" if is_killed else ""))
     with (tmp_path / "log").open("wb") as log:
-        program = ForkedProgram([sys.executable, str(script)], log.fileno(), os.environ)
+        program = ForkedProgram([sys.executable, str(script)], [log.fileno()] * 3, os.environ)
     if is_killed:
         wait_until(lambda: tree_s(program.pid) >= 0.25)
         program.kill()
