@@ -19,13 +19,14 @@ from moestro.errors import ConfigError
 from moestro.flow.settings import SteppingSettings
 from moestro.placement.live_settings import LivePlacementSettings
 
-PROMPTS = ["def fibonacci(n):\n", "import os\n" * 20, "class Stack:\n    def push(self, item):\n", "x = 1\n" * 30]
+PROMPTS = ["def fibonacci(n):\n", "import os\n" * 8, "class Stack:\n    def push(self, item):\n", "x = 1\n" * 12]
 ASYNC = ("--mode", "async", "--attention", "2", "--experts", "2", "--num-redundant-experts", "4")
 MODES = {
     "ep": ("--mode", "ep", "--engines", "2", "--num-redundant-experts", "4"),
     "async": (*ASYNC, "--expert-timeout", "100"),  # on a busy machine no worker counts as hung
 }
-INTERVAL = 50
+INTERVAL = 30
+NUM_TOKENS = 8  # of an answer, so that a round of answers is some twenty steps
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -38,7 +39,7 @@ def placed(request, real_command, tmp_path_factory) -> Iterator[Running]:
 
 
 def ask(server: Running, number: int) -> str:
-    reply = complete(server, prompt=PROMPTS[number % 4] + f"# {number}\n", max_tokens=16, temperature=0)
+    reply = complete(server, prompt=PROMPTS[number % 4] + f"# {number}\n", max_tokens=NUM_TOKENS, temperature=0)
     assert reply.status == 200, reply.body
     return reply.json["choices"][0]["text"]
 
