@@ -147,7 +147,7 @@ def test_a_first_placement_comes_from_a_file_and_the_policy_plans_after_its_inte
         assert (first, second) == (set(range(8, 16)), set(range(8)))
 
         def has_planned() -> bool:
-            answers(server, range(12))
+            answers(server, range(2))  # one for each engine
             return shown(server)["decision"]["trigger"] == "interval"
 
         wait_until(has_planned)
@@ -161,10 +161,11 @@ def test_algorithm_3_runs_by_one_flag(real_command, server, tmp_path):
     with running((*real_command, *EXACT, *MODES["ep"], *flags), tmp_path) as group:
 
         def has_moved() -> bool:
-            assert answers(group, range(12)) == expected
+            assert answers(group, range(4)) == expected[:4]
             return metrics(group).get('moestro:placement_migrations_total{,outcome="completed"}', 0) >= 1
 
         wait_until(has_moved)
+        assert answers(group, range(12)) == expected
         assert re.search(r"placement: started \(interval\): gimbal_v1 moves \d+ experts", group.text)
         assert "does not pay" not in group.text
         assert shown(group)["progress"]["error"] == ""
