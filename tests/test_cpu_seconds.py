@@ -10,7 +10,7 @@ import tomllib
 import pytest
 from support.cpu_seconds import PLAN, TESTS, Program, longest_first, over_budget, table, tree_s
 from support.forker import ForkedProgram
-from support.running import wait_until
+from support.running import run_command, wait_until
 
 BURN = "import time\nwhile time.process_time() < 0.3: pass\n"
 PLANNED = tomllib.loads(PLAN.read_text())
@@ -34,7 +34,7 @@ def test_programs_of_the_forker_are_counted_also_when_they_are_killed(tmp_path, 
     script = tmp_path / "burn.py"
     script.write_text(BURN + ("time.sleep(1000)\n" if is_killed else ""))
     with (tmp_path / "log").open("wb") as log:
-        program = ForkedProgram([sys.executable, str(script)], log.fileno(), os.environ)
+        program = ForkedProgram([sys.executable, str(script)], [log.fileno()] * 3, os.environ)
     if is_killed:
         wait_until(lambda: tree_s(program.pid) >= 0.25)
         program.kill()
@@ -42,6 +42,14 @@ def test_programs_of_the_forker_are_counted_also_when_they_are_killed(tmp_path, 
     (counted,) = programs
     assert counted.has_ended
     assert counted.used_s >= 0.2
+
+
+def test_a_command_in_a_fork_has_streams_of_its_own_and_its_status(tmp_path):
+    script = tmp_path / "echo.py"
+    script.write_text("import sys; print(sys.stdin.read()); print('error', file=sys.stderr); sys.exit(3)")
+    pids: list[int] = []
+    done = run_command([sys.executable, script], stdin="é", started=pids.append)
+    assert (done.returncode, done.stdout, done.stderr, len(pids)) == (3, "é\n", "error\n", 1)
 
 
 def test_the_table_has_rooms_with_budgets_and_the_files_that_use_most():

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.known_engine import go_first
-from support.running import MOESTRO, Running
+from support.running import MOESTRO, Running, run_command
 
 from moestro.cost.gpus import gpu_named
 from moestro.cost.model import Batch
@@ -47,7 +47,7 @@ def known_server(**constants) -> Iterator[str]:
 
 def calibrate(url: str, out: Path, *flags: str, seconds: float = 30) -> subprocess.CompletedProcess[str]:
     command = [MOESTRO, "calibrate", "--server", url, "--seconds", str(seconds), "--out", str(out), *SMALL, *flags]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=500, preexec_fn=go_first)
+    return run_command(command, started=go_first)
 
 
 def estimates(out: Path) -> dict[str, dict]:
@@ -66,7 +66,7 @@ def calibrated(tmp_path_factory):
         done = subprocess.run(
             ["bash", "-c", script],
             cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False, timeout=500,
-            preexec_fn=go_first,
+            preexec_fn=lambda: go_first(0),
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder / "engine.json", done.stdout
@@ -99,7 +99,7 @@ def test_the_simulator_reads_the_description(calibrated, tmp_path):
     load = "[workload]\nprompt_tokens = 100\noutput_tokens = 11\nnum_requests = 3\nrate = 0.1\narrivals = 'constant'\n"
     (out.parent / "load.toml").write_text(load + engines)
     figures = tmp_path / "figures.json"
-    subprocess.run([MOESTRO, "sim", str(out.parent / "load.toml"), "--json", str(figures)], check=True)
+    assert run_command([MOESTRO, "sim", out.parent / "load.toml", "--json", figures]).returncode == 0
     report = json.loads(figures.read_text())["outcomes"][0]["report"]
     assert report["ttft_ms"]["mean"] == pytest.approx(5 + 10 + 5, rel=0.3)
     assert report["tpot_ms"]["mean"] == pytest.approx(10 + 0.5 + 105 * 0.002, rel=JITTER)
@@ -247,6 +247,6 @@ def test_a_paced_server_has_the_prices_of_its_gpu(tmp_path):
     ],
 )
 def test_wrong_flags_get_a_sentence(flags, words):
-    done = subprocess.run([MOESTRO, "calibrate", *flags], capture_output=True, text=True, check=False)
+    done = run_command([MOESTRO, "calibrate", *flags])
     assert done.returncode == 2
     assert words in done.stderr

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.running import MOESTRO, PATIENCE_S
+from support.running import MOESTRO, run_command
 
 from moestro.errors import ConfigError
 from moestro.gateway.part_settings import PickerSettings
@@ -40,7 +40,7 @@ def test_an_engine_below_a_path_is_no_endpoint():
 
 def start(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [MOESTRO, "route", "--engine", "http://127.0.0.1:1", "--port", "0", "--admin-port", "0", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    return run_command(command)
 
 
 def test_a_port_in_use_and_unreadable_certificates_end_the_start(tmp_path):

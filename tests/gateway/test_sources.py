@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import logging
-import subprocess
 import time
 
 import pytest
 from gateway.rig import FakeEngine, admin_of, looped, rig, settings_of
 from gateway.test_command import ROUTE
 from rich.console import Console
+from support.running import run_command
 
 from moestro.cli.recorded.explain import tell
 from moestro.errors import ConfigError
@@ -56,7 +56,7 @@ def test_prompts_are_hashed_only_where_the_names_of_blocks_are_read(tmp_path, po
 def test_the_command_says_so_and_ends():
     command = (*ROUTE[:2], "--engine", "http://127.0.0.1:1", "--route-policy", "gimbal-v1", "--metrics-interval", "0")
     command += ("--port", "0", "--admin-port", "0")
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    found = run_command(command)
     assert found.returncode != 0
     assert "requires kv_usage" in " ".join((found.stderr + found.stdout).split())
 

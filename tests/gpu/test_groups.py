@@ -5,7 +5,6 @@ Each process imitates an accelerator of its own, or they share one.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +29,6 @@ def imitating(directory: Path, num_cards: int, *flags: str) -> Iterator[Running]
     directory.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IMITATED_CARDS", str(num_cards))
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
         running = Running((*IMITATING, *FLAGS, *PATIENT, *flags), directory)
     processes = running.processes()
     try:

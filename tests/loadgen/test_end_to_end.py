@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
-from support.running import MOESTRO
+from support.running import MOESTRO, run_command
 
 
 def test_bench_measures_the_real_server(server, tmp_path):
@@ -13,7 +12,7 @@ def test_bench_measures_the_real_server(server, tmp_path):
     command = [MOESTRO, "bench", "--base-url", server.url, "--num-prompts", "6", "--request-rate", "20"]
     sizes = ["--random-input-len", "24", "--random-output-len", "4", "--random-prefix-len", "32", "--num-warmups", "1"]
     goals = ["--goodput", "ttft:60000", "e2e:60000", "--json", str(result), "--plot", str(tmp_path / "plot.png")]
-    done = subprocess.run([*command, *sizes, *goals], capture_output=True, text=True, check=True)
+    done = run_command([*command, *sizes, *goals])
     assert done.stderr == "", "no bar without a terminal"
     assert "6 answered of 6" in done.stdout
     assert "TTFT" in done.stdout
@@ -28,5 +27,5 @@ def test_bench_measures_the_real_server(server, tmp_path):
 
 
 def test_bench_says_what_to_do_and_exits_with_2_when_settings_are_impossible():
-    done = subprocess.run([MOESTRO, "bench", "--request-rate", "0"], capture_output=True, text=True, check=False)
+    done = run_command([MOESTRO, "bench", "--request-rate", "0"])
     assert (done.returncode, done.stderr) == (2, "moestro: --request-rate must be above 0, got 0\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -19,7 +18,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from robustness.strangers.nasty_json import BODIES, nasty_text
-from support.running import MOESTRO, Running, call, wait_until
+from support.running import MOESTRO, Running, call, run_command, wait_until
 from support.text_files import WRITERS
 
 from moestro.cli import main
@@ -34,14 +33,7 @@ def run_batch(directory: Path, lines: Sequence[object], *flags: str) -> tuple[li
     """The lines of the output, standard error, and the exit status."""
     source, target = directory / "in.jsonl", directory / "out.jsonl"
     source.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
-    done = subprocess.run(
-        [MOESTRO, "run-batch", "-i", source, "-o", target, *flags],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = run_command([MOESTRO, "run-batch", "-i", source, "-o", target, *flags])
     answers = [json.loads(line) for line in target.read_text().splitlines()] if target.exists() else []
     return answers, done.stderr, done.returncode
 

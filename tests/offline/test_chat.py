@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.running import MOESTRO, PATIENCE_S, call
+from support.running import MOESTRO, PATIENCE_S, call, run_command
 
 from moestro.cli import main
 from moestro.errors import RequestError
@@ -29,14 +29,8 @@ def on_terminal(inner: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def chat(lines: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [MOESTRO, "chat", *flags], input=lines, capture_output=True, text=True, timeout=300, check=False
-    )
-
-
-def chat_bytes(data: bytes, *flags: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run([MOESTRO, "chat", *flags], input=data, capture_output=True, timeout=300, check=False)
+def chat(lines: str | bytes, *flags: str) -> subprocess.CompletedProcess[str]:
+    return run_command([MOESTRO, "chat", *flags], stdin=lines)
 
 
 def answer_of(server, *messages: tuple[str, str]) -> str:
@@ -49,22 +43,22 @@ def answer_of(server, *messages: tuple[str, str]) -> str:
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-8"])
 def test_piped_lines_may_begin_with_a_byte_order_mark(server, encoding):
-    done = chat_bytes("Write é.\r\n/what\r\n".encode(encoding), "--url", server.url, *LIMITS)
+    done = chat("Write é.\r\n/what\r\n".encode(encoding), "--url", server.url, *LIMITS)
     assert done.returncode == 0, done.stderr
-    shown = done.stdout.decode().replace("\r", "")
+    shown = done.stdout.replace("\r", "")
     assert shown.startswith(answer_of(server, ("user", "Write é.")) + "\n[")
     assert shown.endswith("unknown command /what: /help shows all\n")
 
 
 def test_a_piped_command_may_begin_with_a_byte_order_mark(server):
-    done = chat_bytes(b"\xef\xbb\xbf/exit\nWrite.\n", "--url", server.url, *LIMITS)
-    assert (done.returncode, done.stdout) == (0, b"")
+    done = chat(b"\xef\xbb\xbf/exit\nWrite.\n", "--url", server.url, *LIMITS)
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_piped_bytes_that_are_no_text_are_refused(server):
-    done = chat_bytes(b"Write.\n\xff\xfa\xc3\n", "--url", server.url, *LIMITS)
+    done = chat(b"Write.\n\xff\xfa\xc3\n", "--url", server.url, *LIMITS)
     assert done.returncode == 2
-    assert done.stderr.startswith(b"moestro: standard input is no text in UTF-8 or UTF-16: ")
+    assert done.stderr.startswith("moestro: standard input is no text in UTF-8 or UTF-16: ")
 
 
 def test_a_piped_line_is_answered_before_the_next_one_comes(server):

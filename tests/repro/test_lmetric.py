@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -15,9 +16,10 @@ from rich.console import Console
 from moestro import __version__
 from moestro.config.run_record import run_record
 from moestro.errors import ConfigError
+from moestro.repro import testbed
 from moestro.repro.lmetric import LmetricSettings
 from moestro.repro.lmetric.claims import claims_of
-from moestro.repro.lmetric.experiment import QUICK, TUNED, LmetricExperiment, make_experiment
+from moestro.repro.lmetric.experiment import QUICK, TUNED, LmetricExperiment, LmetricPlan, make_experiment
 from moestro.repro.lmetric.findings import tables_of
 from moestro.repro.lmetric.paper import SCORED_SEED, TUNING_SEED, generated_sources, trace_sources
 from moestro.repro.lmetric.rollout import HOT_TOKENS, OWN_TOKENS, WatchedClasses, with_hot_prefix
@@ -39,6 +41,17 @@ from moestro.workload.requests import RequestForm, RequestMaker
 TINY = replace(
     QUICK, num_requests=60, sources=("chat", "api_agent"), others=("round_robin", "preble"), has_second_network=True
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little() -> Iterator[None]:
+    """Run a quarter of the engines, and sweep the values of which claims speak: more of both is nothing but longer."""
+    few = {"bailian": (0.1, 0.5, 0.9), "dynamo": (0.5, 8, 128), "aibrix": (4, 16)}
+    with pytest.MonkeyPatch.context() as patch:
+        tuned = {policy: (parameter, few[policy]) for policy, (parameter, _) in TUNED.items()}
+        patch.setattr("moestro.repro.lmetric.experiment.TUNED", tuned)
+        patch.setattr("moestro.repro.lmetric.experiment.Testbed", partial(testbed.Testbed, num_engines=4))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -185,27 +198,31 @@ def reproduce_lmetric(console, plan, out):
     return reproduce(console, "lmetric", LmetricExperiment(plan, None), out)
 
 
-LEAST = replace(TINY, num_requests=40, shares=(0.5,), policies=("lmetric", "moestro"), others=(), predicted=(),
-                has_second_network=False)  # fmt: skip
+@pytest.fixture
+def least(monkeypatch) -> LmetricPlan:
+    """A plan that runs as little as it can: how parts are kept does not depend on what is in them."""
+    monkeypatch.setattr("moestro.repro.lmetric.experiment._CAPABLE", ("lmetric",))
+    return replace(TINY, num_requests=40, shares=(0.5,), policies=("lmetric", "moestro"), others=(), predicted=(),
+                   has_second_network=False)  # fmt: skip
 
 
-def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path):
-    console, of = Console(file=io.StringIO()), lambda *names: replace(LEAST, sources=names)
-    reproduce_lmetric(console, of("chat"), tmp_path)
+def test_a_run_that_was_stopped_goes_on_where_it_was(least, tmp_path):
+    console, of = Console(file=io.StringIO()), lambda *names: replace(least, sources=names)
+    reproduce_lmetric(console, of("tool_agent"), tmp_path)
     reproduce_lmetric(console, of("coder"), tmp_path)
-    first = (tmp_path / "lmetric.chat.json").stat().st_mtime_ns
-    both = reproduce_lmetric(console, of("chat", "coder"), tmp_path)
-    assert (tmp_path / "lmetric.chat.json").stat().st_mtime_ns == first
-    assert both.findings.capacity.keys() == {"chat", "coder"}
-    assert both.findings == reproduce_lmetric(console, of("chat", "coder"), None).findings
-    reproduce_lmetric(console, replace(of("chat"), num_requests=41), tmp_path)
-    assert (tmp_path / "lmetric.chat.json").stat().st_mtime_ns != first
+    first = (tmp_path / "lmetric.coder.json").stat().st_mtime_ns
+    both = reproduce_lmetric(console, of("tool_agent", "coder"), tmp_path)
+    assert (tmp_path / "lmetric.coder.json").stat().st_mtime_ns == first
+    assert both.findings.capacity.keys() == {"tool_agent", "coder"}
+    assert both.findings == reproduce_lmetric(console, of("tool_agent", "coder"), None).findings
+    reproduce_lmetric(console, replace(of("coder"), num_requests=41), tmp_path)
+    assert (tmp_path / "lmetric.coder.json").stat().st_mtime_ns != first
 
 
-def test_a_part_of_another_commit_is_named_and_one_of_another_version_is_made_again(tmp_path):
-    plan, path = replace(LEAST, sources=("chat",)), tmp_path / "lmetric.chat.json"
+def test_a_part_of_another_commit_is_named_and_one_of_another_version_is_made_again(least, tmp_path):
+    plan, path = replace(least, sources=("coder",)), tmp_path / "lmetric.coder.json"
     first = reproduce_lmetric(Console(file=io.StringIO()), plan, tmp_path)
-    assert first.parts == {"chat": first.conditions}
+    assert first.parts == {"coder": first.conditions}
     assert first.conditions.moestro == __version__
 
     def again(**then):
@@ -218,10 +235,10 @@ def test_a_part_of_another_commit_is_named_and_one_of_another_version_is_made_ag
 
     for commit in ("0123456789ab", ""):
         older, result, is_named = again(commit=commit)
-        assert result.parts == {"chat": older}
+        assert result.parts == {"coder": older}
         assert is_named
     _, result, is_named = again(moestro="0.0.1")
-    assert result.parts == {"chat": result.conditions}
+    assert result.parts == {"coder": result.conditions}
     assert not is_named
     assert result.findings == first.findings
 
@@ -259,7 +276,7 @@ def test_batches_are_parts_of_the_counted_requests():
 
 def test_the_capacity_does_not_hang_on_the_first_rate():
     experiment = LmetricExperiment(TINY, None)
-    source = generated_sources(1000)[1]
+    source = generated_sources(600)[1]
     bed, load = replace(experiment.bed(source), num_engines=1), source.load(1.0, SCORED_SEED)
     low, high = (
         sustained_rate(

@@ -13,6 +13,8 @@ STRANGER, HONEST = "127.0.0.2", "127.0.0.1"
 NUM_REQUESTS = 6
 LONG = {"prompt": "def f(x):", "n": 16, "max_tokens": 1900, "ignore_eos": True, "stream": True}
 PACED = ("--device", "paced:h20", "--paced-arithmetic", "none")
+# Steps so long that long requests last until all others have been sent.
+SLOWLY_PACED = ("qwen3-30b-a3b", *PACED, "--pace-dilation", "2")
 SCHEDULES = {
     "fcfs": (),
     "sjf": ("--scheduling-policy", "sjf"),
@@ -57,16 +59,16 @@ def answer_of(client: socket.socket) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize("flags", [(), ("--share-policy", "none", "--scheduling-policy", "sjf")])
-def test_a_client_that_fills_the_queue_gives_up_places_to_others(real_command, tmp_path, flags):
-    long = {"prompt": "def f(x):", "max_tokens": 600, "ignore_eos": True}
+def test_a_client_that_fills_the_queue_gives_up_places_to_others(tmp_path, flags):
+    long = {"prompt": "def f(x):", "max_tokens": 250, "ignore_eos": True}
     small = ("--max-num-seqs", "2", "--max-num-queued-reqs", "4")
-    server = Running((*real_command, *small, *flags), tmp_path)
+    server = Running((*REAL, *SLOWLY_PACED, *small, *flags), tmp_path)
     try:
         strangers = [send(server, STRANGER, long) for _ in range(2)]
         wait_until(lambda: load(server)[0]["num_running"] == 2)
-        for waiting in range(1, 5):  # one after another, so that the order in which they arrive is known
+        for count in range(1, 5):  # one after the other, so that the last one is the newest
             strangers.append(send(server, STRANGER, long))
-            wait_until(lambda waiting=waiting: load(server)[0]["num_waiting"] == waiting)
+            wait_until(lambda count=count: load(server)[0]["num_waiting"] == count)
         assert answer_of(send(server, STRANGER, long))[0] == 503, "the queue is full"
         status, _ = answer_of(send(server, HONEST, {"prompt": "import os", "max_tokens": 2}))
         assert status == 200
@@ -96,12 +98,12 @@ def test_choices_that_give_way_are_generated_later(real_command, tmp_path):
 
 
 @pytest.mark.parametrize(("flag", "counts_apart"), [("--router-api-key", True), ("--api-key", False)])
-def test_clients_behind_a_trusted_router_count_apart(real_command, tmp_path, flag, counts_apart):
+def test_clients_behind_a_trusted_router_count_apart(tmp_path, flag, counts_apart):
     """The stranger names another client in each request, which changes nothing."""
-    long = {"prompt": "def f(x):", "max_tokens": 600, "ignore_eos": True}
+    long = {"prompt": "def f(x):", "max_tokens": 250, "ignore_eos": True}
     key = "of-the-router"
     small = ("--max-num-seqs", "2", "--max-num-queued-reqs", "4")
-    server = Running((*real_command, *small, flag, key), tmp_path)
+    server = Running((*REAL, *SLOWLY_PACED, *small, flag, key), tmp_path)
 
     def count(name: str) -> int:
         return call(server, "GET", "/load", Authorization=f"Bearer {key}").json["engines"][0][name]

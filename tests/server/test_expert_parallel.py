@@ -46,6 +46,7 @@ from moestro.model.experts.expert_slots import GroupPlace, meet
 from moestro.model.settings import ModelSettings
 
 NUM_ENGINES = 3
+NUM_TOKENS = 60  # of an answer that is interrupted
 PROMPTS = ["def fibonacci(n):\n", "import os\n" * 60, "class Stack:\n    def push(self, item):\n", "x = 1\n" * 90]
 
 
@@ -140,7 +141,7 @@ def bodies(tokenizer) -> list[tuple[str, dict]]:
 @pytest.fixture(scope="module")
 def undisturbed(spread, bodies) -> tuple[list, list]:
     """Answers to `bodies` and to the scored requests of a group that loses nothing."""
-    expected, scored = (SentRequests(spread, salted(each, 0)).answers() for each in (bodies, SCORED))
+    expected, scored = (SentRequests(spread, salted(each, 0, NUM_TOKENS)).answers() for each in (bodies, SCORED))
     return expected, scored
 
 
@@ -148,9 +149,9 @@ def undisturbed(spread, bodies) -> tuple[list, list]:
 def test_the_group_of_a_lost_engine_comes_back_and_no_answer_differs(spread, bodies, undisturbed, number):
     rng, (expected, scored) = random.Random(int(number)), undisturbed
     restarts, processes = by_engine(spread, "engine_restarts_total"), spread.ranks()
-    sent = SentRequests(spread, salted([*bodies, *SCORED], 1))
+    sent = SentRequests(spread, salted([*bodies, *SCORED], 1, NUM_TOKENS))
     sent.begin()
-    tokens_come(spread, rng.randrange(20, 300))
+    tokens_come(spread, rng.randrange(20, 200))
     victim = rng.randrange(NUM_ENGINES)
     os.kill(processes[victim].pid, number)
     both = sent.answers()

@@ -19,13 +19,14 @@ from moestro.errors import ConfigError
 from moestro.flow.settings import SteppingSettings
 from moestro.placement.settings import LivePlacementSettings
 
-PROMPTS = ["def fibonacci(n):\n", "import os\n" * 20, "class Stack:\n    def push(self, item):\n", "x = 1\n" * 30]
+PROMPTS = ["def fibonacci(n):\n", "import os\n" * 8, "class Stack:\n    def push(self, item):\n", "x = 1\n" * 12]
 ASYNC = ("--mode", "async", "--attention", "2", "--experts", "2", "--num-redundant-experts", "4")
 MODES = {
     "ep": ("--mode", "ep", "--engines", "2", "--num-redundant-experts", "4"),
     "async": (*ASYNC, "--expert-timeout", "100"),  # on a busy machine no worker counts as hung
 }
-INTERVAL = 50
+INTERVAL = 30
+NUM_TOKENS = 8  # of an answer, so that a round of answers is some twenty steps
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -38,7 +39,7 @@ def placed(request, real_command, tmp_path_factory) -> Iterator[Running]:
 
 
 def ask(server: Running, number: int) -> str:
-    reply = complete(server, prompt=PROMPTS[number % 4] + f"# {number}\n", max_tokens=16, temperature=0)
+    reply = complete(server, prompt=PROMPTS[number % 4] + f"# {number}\n", max_tokens=NUM_TOKENS, temperature=0)
     assert reply.status == 200, reply.body
     return reply.json["choices"][0]["text"]
 
@@ -146,7 +147,7 @@ def test_a_first_placement_comes_from_a_file_and_the_policy_plans_after_its_inte
         assert (first, second) == (set(range(8, 16)), set(range(8)))
 
         def has_planned() -> bool:
-            answers(server, range(12))
+            answers(server, range(2))  # one for each engine
             return shown(server)["decision"]["trigger"] == "interval"
 
         wait_until(has_planned)
@@ -160,10 +161,11 @@ def test_algorithm_3_runs_by_one_flag(real_command, server, tmp_path):
     with running((*real_command, *EXACT, *MODES["ep"], *flags), tmp_path) as group:
 
         def has_moved() -> bool:
-            assert answers(group, range(12)) == expected
+            assert answers(group, range(4)) == expected[:4]
             return metrics(group).get('moestro:placement_migrations_total{,outcome="completed"}', 0) >= 1
 
         wait_until(has_moved)
+        assert answers(group, range(12)) == expected
         assert re.search(r"placement: started \(interval\): gimbal_v1 moves \d+ experts", group.text)
         assert "does not pay" not in group.text
         assert shown(group)["progress"]["error"] == ""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import time
 
 import psutil
 import pytest
-from support.running import PATIENCE_S, REAL, Running, wait_until
+from support.running import REAL, Running, run_command, wait_until
 
 MANY = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}] * 9
 SPACED = [{"type": "Replace", "pattern": {"Regex": ""}, "content": "aaa"}] * 9
@@ -47,9 +46,7 @@ def lie(demo_dir, tmp_path, changes):
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_tokenizer_whose_texts_grow_is_refused_at_the_start(demo_dir, tmp_path, name):
     changes, reason = BOMBS[name]
-    done = subprocess.run(
-        lie(demo_dir, tmp_path, changes), capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    done = run_command(lie(demo_dir, tmp_path, changes))
     assert (done.returncode, reason in done.stderr) == (2, True), done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()[-1]) < 600

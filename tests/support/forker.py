@@ -27,17 +27,20 @@ ADDRESS = "MOESTRO_TEST_FORKER"  # variable of the environment: name of the fork
 class ForkedProgram:
     """A program that the forker runs in a fork; has the methods of `subprocess.Popen` that tests use.
 
+    Args:
+        streams: Descriptors of its stdin, stdout and stderr.
+
     Raises:
         OSError: The program has to run in a process of its own, because there is no forker or it runs no such program.
     """
 
-    def __init__(self, command: Sequence[str], log: int, environment: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], streams: Sequence[int], environment: Mapping[str, str]) -> None:
         self.args = tuple(command)
         self.returncode: int | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.connect(_address())
         request = {"command": self.args, "environment": dict(environment), "directory": str(Path.cwd())}
-        socket.send_fds(self._socket, [json.dumps(request).encode()], [log])
+        socket.send_fds(self._socket, [json.dumps(request).encode()], streams)
         answer = self._socket.recv(1000).decode()
         if not answer.isdigit():
             raise OSError(f"the forker does not run this program: {answer}")

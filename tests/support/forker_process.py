@@ -51,16 +51,18 @@ def main() -> Program:
                     _report_end(*running.pop(key.fd), key.fd)
                     continue
                 client, _ = listener.accept()
-                message, descriptors, _, _ = socket.recv_fds(client, _MESSAGE_BYTES, 1)
+                message, descriptors, _, _ = socket.recv_fds(client, _MESSAGE_BYTES, 3)
                 request = json.loads(message) if message else None  # None: the test process has ended
                 if refusal := _refusal(request, given) if request else "no request":
                     _send(client, refusal)
-                    client.close()
+                    for descriptor in (client.detach(), *descriptors):
+                        os.close(descriptor)
                     continue
                 _load(request["command"])
                 if (pid := os.fork()) == 0:
-                    return lambda: _run_request(request, descriptors[0])
-                os.close(descriptors[0])
+                    return lambda: _run_request(request, descriptors)
+                for descriptor in descriptors:
+                    os.close(descriptor)
                 _send(client, str(pid))
                 running[pidfd := os.pidfd_open(pid)] = client, pid
                 events.register(pidfd, selectors.EVENT_READ)
@@ -111,9 +113,8 @@ def _load(command: Sequence[str]) -> None:
 # --- in a fork
 
 
-def _run_request(request: dict[str, Any], log: int) -> NoReturn:
-    devnull = os.open(os.devnull, os.O_RDWR)
-    for source, target in ((devnull, 0), (log, 1), (log, 2)):
+def _run_request(request: dict[str, Any], streams: Sequence[int]) -> NoReturn:
+    for target, source in enumerate(streams):  # each source is above 2: the forker has streams of its own
         os.dup2(source, target)
     os.closerange(3, 1024)
     os.environ.clear()

@@ -25,9 +25,10 @@ from moestro.cli import main
 
 
 def spin(*_: object) -> None:
-    """An endless loop, as a template or a regular expression may have."""
+    """An endless loop, as a template or a regular expression may have; it leaves the machine to other tests."""
     while True:
         sum(range(1000))
+        time.sleep(0.0005)
 
 
 def block_stderr() -> None:

@@ -21,9 +21,10 @@ What it cannot show: kernels, their demands on alignment and their rounding, tem
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -36,7 +37,6 @@ import torch
 from support import triton_interpreter
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from moestro.model.cuda.tiles import launch_now, replace_launcher
 
@@ -284,9 +284,37 @@ def _far(value: Any) -> Any:
     return FarTensor(value) if isinstance(value, Tensor) and not isinstance(value, FarTensor) else value
 
 
+def _tensors_in(value: Any, found: list[Tensor] | None = None) -> list[Tensor]:
+    """All tensors of nested tuples, lists and dictionaries. torch's own trees take ten times as long."""
+    found = [] if found is None else found
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            _tensors_in(each, found)
+    elif isinstance(value, dict):
+        for each in value.values():
+            _tensors_in(each, found)
+    return found
+
+
+def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Nested tuples, lists and dictionaries with another tensor in place of each one."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _mapped(function, each) for key, each in value.items()}
+    if not isinstance(value, tuple | list):
+        return value
+    items = [_mapped(function, each) for each in value]
+    if all(map(operator.is_, items, value)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
 def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = _tensors_in(kwargs, _tensors_in(args))
     of_far = any(isinstance(tensor, FarTensor) for tensor in tensors)
     owner = getattr(getattr(func, "__self__", None), "__name__", "")
     if name == "__get__" and of_far and owner in _PROPERTIES:
@@ -305,11 +333,11 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs["device"] = "cpu"
     if name == "scaled_dot_product_attention" and to_far and torch.backends.cuda.cudnn_sdp_enabled():
         raise AssertionError("torch may choose cuDNN for masked attention, which builds a plan for each shape")
-    found = func(*tree_map(_near, args), **tree_map(_near, kwargs))
+    found = func(*_mapped(_near, args), **_mapped(_near, kwargs)) if of_far else func(*args, **kwargs)
     if of_far:
         _note_use(name, tensors, _written(name, args, kwargs), found)
     if to_far:
-        return tree_map(_far, found)
+        return _mapped(_far, found)
     if is_pinned or (isinstance(found, Tensor) and _is_pinned_view(found, tensors)):
         _hold_pinned(found)
     return found
@@ -324,7 +352,7 @@ def _written(name: str, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
 
 def _note_use(name: str, tensors: list[Tensor], writes: list[Tensor], found: Any) -> None:
     """Note what an operation reads and writes. Views and properties of tensors are none."""
-    made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+    made = _tensors_in(found)
     addresses = {_address(tensor) for tensor in tensors}
     is_view = bool(made) and all(_address(each) in addresses for each in made)
     if writes or (made and not is_view) or name in _WAITS:
@@ -348,7 +376,7 @@ def _check(name: str, func: Any, args: Any, tensors: list[Tensor]) -> None:
     if any(not isinstance(tensor, FarTensor) and tensor.dim() for tensor in tensors):
         raise RuntimeError(f"{name}: expected all tensors to be on the same device")
     by_mask = name in {"__getitem__", "__setitem__"} and any(
-        isinstance(leaf, FarTensor) and leaf.near.dtype == torch.bool for leaf in tree_leaves(args[1])
+        isinstance(each, FarTensor) and each.near.dtype == torch.bool for each in _tensors_in(args[1])
     )
     # An index of Python numbers is copied there, and so is a number that is assigned at an index that is a tensor.
     in_index = list(args[1]) if name in {"__getitem__", "__setitem__"} and isinstance(args[1], tuple) else [*args[1:2]]
@@ -365,7 +393,7 @@ def _check(name: str, func: Any, args: Any, tensors: list[Tensor]) -> None:
 
 def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     kwargs = {key: value for key, value in kwargs.items() if key != "copy"}
-    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*tree_map(_near, args), **tree_map(_near, kwargs))
+    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*_mapped(_near, args), **_mapped(_near, kwargs))
     for other in args:
         if isinstance(other, FarTensor):
             device = _STATE.card

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import imitated_accelerator, imitated_nccl
 
 from moestro.worker.network_rank import build_network_rank, load_network_part

@@ -12,6 +12,6 @@ COMMAND = (sys.executable, str(Path(__file__)))
 
 if __name__ == "__main__":
     real = moestro.server.server.serve
-    rank = (sys.executable, "-m", "support.imitated_rank")
+    rank = (sys.executable, str(Path(__file__).with_name("imitated_rank.py")))
     moestro.server.server.serve = lambda settings: real(settings, rank)
     main(["serve", "--device", "cuda", *sys.argv[1:]])

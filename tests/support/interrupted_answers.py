@@ -142,9 +142,16 @@ SCORED = [
 ]
 
 
-def salted(bodies: list[tuple[str, dict[str, Any]]], salt: int) -> list[tuple[str, dict[str, Any]]]:
+def salted(
+    bodies: list[tuple[str, dict[str, Any]]], salt: int, num_tokens: int = 100
+) -> list[tuple[str, dict[str, Any]]]:
     """The same requests, of which no prefix cache knows anything; shorter than those to fake ranks."""
-    return [(path, body | {"max_tokens": 100, "cache_salt": f"{salt} {i}"}) for i, (path, body) in enumerate(bodies)]
+
+    def of(body: dict[str, Any]) -> dict[str, Any]:
+        least = {"min_tokens": min(body["min_tokens"], num_tokens - 20)} if "min_tokens" in body else {}
+        return body | least | {"max_tokens": num_tokens}
+
+    return [(path, of(body) | {"cache_salt": f"{salt} {i}"}) for i, (path, body) in enumerate(bodies)]
 
 
 def texts(answers: list[tuple[int, bytes]]) -> list[list[str]]:

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,9 +123,41 @@ def _start(
     command: Sequence[str], log: int, environment: Mapping[str, str], *, forked: bool
 ) -> subprocess.Popen[bytes] | ForkedProgram:
     if forked:
-        with contextlib.suppress(OSError):
-            return ForkedProgram(command, log, environment)
+        with contextlib.suppress(OSError), Path(os.devnull).open() as devnull:
+            return ForkedProgram(command, (devnull.fileno(), log, log), environment)
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+
+
+def run_command(
+    command: Sequence[str | Path], *, stdin: str | bytes = b"", started: Callable[[int], None] = lambda pid: None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of `moestro` to its end, as a fork of a process that has loaded its libraries.
+
+    Args:
+        command: The program and its arguments.
+        stdin: What it reads.
+        started: Receives the number of its process.
+    """
+    words = list(map(str, command))
+    with contextlib.ExitStack() as stack:
+        given, out, errors = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+        given.write(stdin.encode() if isinstance(stdin, str) else stdin)
+        given.seek(0)
+        process: subprocess.Popen[bytes] | ForkedProgram
+        try:
+            process = ForkedProgram(words, (given.fileno(), out.fileno(), errors.fileno()), os.environ)
+        except OSError:
+            process = subprocess.Popen(words, stdin=given, stdout=out, stderr=errors)
+        started(process.pid)
+        try:
+            status = process.wait(PATIENCE_S)
+        finally:
+            process.kill()
+        shown = []
+        for file in (out, errors):
+            file.seek(0)
+            shown.append(file.read().decode())
+    return subprocess.CompletedProcess(words, status, *shown)
 
 
 _RENDERER = "moestro.text.chats.template_worker"

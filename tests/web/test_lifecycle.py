@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 from conftest import NAME
-from support.running import PATIENCE_S, Running, has_ended, open_stream, read_to_end, wait_until
+from support.running import PATIENCE_S, Running, has_ended, open_stream, read_to_end, run_command, wait_until
 
 from moestro.server.processes.start_checks import private_directory
 
@@ -162,7 +162,7 @@ def test_nothing_else_is_removed(tmp_path, monkeypatch):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_servers_that_start_at_once_do_not_remove_each_other_s_directories(tmp_path):
+def test_servers_that_start_at_once_do_not_remove_each_other_s_directories(tmp_path, monkeypatch):
     """Each of six processes makes directories as fast as it can, and finds its own as long as it holds it."""
     code = """
 from pathlib import Path
@@ -172,9 +172,12 @@ for _ in range(150):
         (own / "ranks").touch()
         assert (own / "lock").exists()
 """
-    (tmp_path / "moestro-dead").mkdir(mode=0o700)
-    (tmp_path / "moestro-dead" / "lock").touch()
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    running = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(6)]
-    assert [process.wait(PATIENCE_S) for process in running] == [0] * 6
-    assert list(tmp_path.iterdir()) == []
+    (directory := tmp_path / "tmp").mkdir()
+    (directory / "moestro-dead").mkdir(mode=0o700)
+    (directory / "moestro-dead" / "lock").touch()
+    (script := tmp_path / "script.py").write_text(code)
+    monkeypatch.setenv("TMPDIR", str(directory))
+    with ThreadPoolExecutor(6) as pool:
+        ended = list(pool.map(lambda _: run_command([sys.executable, script]), range(6)))
+    assert [(each.returncode, each.stderr) for each in ended] == [(0, "")] * 6
+    assert list(directory.iterdir()) == []

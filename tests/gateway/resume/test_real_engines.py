@@ -55,7 +55,7 @@ def body_of(number: int, path: str) -> dict[str, Any]:
     text = f"def naïve_{number}(日本, größe): return '€{number}"
     prompt = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
     return prompt | {
-        "stream": True, "temperature": 0, "max_tokens": 400, "ignore_eos": True, "model": "moestro-demo",
+        "stream": True, "temperature": 0, "max_tokens": 250, "ignore_eos": True, "model": "moestro-demo",
         "stream_options": {"include_usage": True}, "return_token_ids": number % 3 == 0,
     }  # fmt: skip
 
@@ -99,7 +99,8 @@ class Signal:
 
 
 def test_streams_survive_a_kill_a_stop_and_a_shutdown(router, engines):
-    calm = [stream(engines[2], number, path) for number, path in enumerate(paths_of_streams())]
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        calm = list(threads.map(stream, [engines[2]] * NUM_STREAMS, range(NUM_STREAMS), paths_of_streams()))
     first = next(json.loads(line[6:]) for line in calm[1].body.split(b"\n\n") if line)
     assert "prompt_token_ids" not in first or first["prompt_token_ids"] is None
     stopped = Signal(engines[1], signal.SIGSTOP)

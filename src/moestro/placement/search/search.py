@@ -419,7 +419,7 @@ class SmallSearch:
         best = np.full(self.problem.shape[0], np.inf)
         for _ in range(MOST_CLIMBS):
             # The order of slots makes no difference.
-            _, index = np.unique(_keys(expert, layers), axis=0, return_index=True)
+            _, index = np.unique(_keys(expert, layers), return_index=True)
             expert, layers = expert[index], layers[index]
             packing = packing_of(self.problem.of_layers(layers), expert, even_shares(expert, num_experts))
             cost = self._cost(packing, layers)
@@ -435,10 +435,14 @@ class SmallSearch:
         return expert, layers
 
 
-def _keys(expert: Experts, layers: NDArray[np.intp]) -> Experts:
-    """Return int64[placements, ...], equal for placements of a layer that differ in the order of slots only."""
+def _keys(expert: Experts, layers: NDArray[np.intp]) -> NDArray[np.bytes_]:
+    """Return bytes[placements], equal for placements of a layer that differ in the order of slots only.
+
+    They sort as the rows of numbers do, which NumPy would compare one number after the other.
+    """
     held = np.sort(expert, axis=2).reshape(len(expert), -1)
-    return np.append(held, layers[:, None], axis=1)
+    rows = np.append(held, layers[:, None], axis=1) - EMPTY
+    return rows.astype(">u4").view(f"S{4 * rows.shape[1]}").ravel()
 
 
 def _neighbours(expert: Experts, num_experts: int, room: NDArray[np.bool_]) -> tuple[Experts, NDArray[np.intp]]:
