@@ -44,6 +44,8 @@ from moestro.web.errors import InternalError, error_json
 from moestro.web.middleware import REQUEST_ID
 from moestro.web.ports.http_connection import HttpConnection
 
+logger = logging.getLogger(__name__)
+
 
 def chat_message(piece: Piece) -> ChatMessage:
     """Return the message of a complete choice. Its content is null where it has only reasoning or calls."""
@@ -294,8 +296,6 @@ def _answer(
         usage=msgspec.UNSET if usage is None else usage,
     )
 
-
-logger = logging.getLogger(__name__)
 
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 # With so many bytes or fewer in its buffer, a transport does not stop a stream, and lets a stopped one go on; these are

@@ -34,6 +34,9 @@ from moestro.wire.messages import (
 )
 from moestro.workload.traces.request_record import RecordedRequest
 
+logger = logging.getLogger(__name__)
+
+
 Client = Hashable
 
 
@@ -119,9 +122,6 @@ class RefusedByRankError(RequestError):
         self.http_status = refused.http_status
         self.error_type = refused.error_type
         self.retry_after_s = refused.retry_after_s
-
-
-logger = logging.getLogger(__name__)
 
 
 _MOST_NAMED = 8  # engines in a line of the log

@@ -33,6 +33,9 @@ from moestro.routing.router import RouteDecision
 from moestro.web.record_file import read_clocks
 from moestro.wire.messages import ExpertReport, ReadExperts, load_of
 
+logger = logging.getLogger(__name__)
+
+
 # A report costs an engine less than a millisecond, and a scrape shows the one that the scrape before it requested.
 REFRESH_NS = 5_000_000_000
 ANSWER_S = 2.0  # an engine in a long step answers after it; until then its last report counts
@@ -214,8 +217,6 @@ def _with_earlier(report: EngineReport) -> SourceLoad | None:
         return None
     return replace(report.load, num_steps=report.load.num_steps + report.earlier_steps)
 
-
-logger = logging.getLogger(__name__)
 
 REMEMBERED = 1000  # ended requests that `moestro explain` knows; a trace takes about 5 kB
 _STATUS = {FinishReason.STOP: 200, FinishReason.LENGTH: 200, FinishReason.ABORT: 499, None: 400}

@@ -26,6 +26,9 @@ from moestro.web.prometheus import merge
 from moestro.web.statistics import Durations, EngineStatistics, ExpertHeat, LiveStatistics
 from moestro.wire.messages import Phase
 
+logger = logging.getLogger(__name__)
+
+
 _DIGITS = 3  # of an expert's load relative to its layer
 
 
@@ -201,8 +204,6 @@ def _class_part(service_class: ServiceClass, latencies: dict[tuple[ServiceClass,
 def _time(seconds: float) -> str:
     return f"{1e3 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
-
-logger = logging.getLogger(__name__)
 
 # Mean lateness of items, or of messages between workers, over the mean duration of items, above which a paced run is
 # invalid: a device that is later stands for a slower one. Half of the 10 % by which paced and simulated may differ.

@@ -25,6 +25,9 @@ from moestro.config.launch_spec import STANDBY, LaunchSpec, write_launch_spec
 from moestro.config.linux_process import adopt_orphans, is_stopped
 from moestro.core.processes import CurveKeys, Worker, WorkerKind
 
+logger = logging.getLogger(__name__)
+
+
 WORKER = (sys.executable, "-m", "moestro.worker.worker")
 PACED_WORKER = (sys.executable, "-m", "moestro.worker.paced_worker")
 
@@ -250,8 +253,6 @@ class ForkedProcess:
         """Wait for the end of the process."""
         return await asyncio.shield(self._end)
 
-
-logger = logging.getLogger(__name__)
 
 _LOAD_S = 60.0  # Time in which it must load the libraries and fork its first process.
 _FORK_S = 2.0  # Time for each later process; one takes some hundredths of a second.

@@ -40,6 +40,8 @@ from moestro.errors import ConfigError, EngineDiedError
 from moestro.server.processes.launchers import WORKER, ProcessEnd, StartedProcess
 from moestro.wire.sockets import new_curve_keys
 
+logger = logging.getLogger(__name__)
+
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a node says of itself.
@@ -98,8 +100,6 @@ class NodeAgent:
         assert self._process is not None, "called after `start`"
         return self._process
 
-
-logger = logging.getLogger(__name__)
 
 _CONNECT_S = 5.0
 _WAIT_S = 0.5  # Time of one look at a placement group, after which a cancelled start ends.

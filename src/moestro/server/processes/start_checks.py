@@ -25,6 +25,8 @@ from moestro.files.config_fields import num_experts_of
 from moestro.web.ports.lifecycle import process_age_s
 from moestro.wire.messages import Phase
 
+logger = logging.getLogger(__name__)
+
 
 class StartClock:
     """Records consecutive phases since the process started.
@@ -112,8 +114,6 @@ def _weight_bytes(checkpoint: Checkpoint) -> int:
     except ConfigError:
         return 0  # The family's own values of missing sizes are known to a worker.
 
-
-logger = logging.getLogger(__name__)
 
 _PREFIX = "moestro-"
 _LOCK = "lock"  # Locked while the server lives; the kernel releases the lock, however the process ends.

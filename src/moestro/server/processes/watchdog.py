@@ -17,6 +17,9 @@ from moestro.server.engines.request_state import Metrics
 from moestro.server.experts.coordinator import Coordinator
 from moestro.web.ports.lifecycle import PauseMeter
 
+logger = logging.getLogger(__name__)
+
+
 # A rank is doubted only after a silence this many times as long as the longest between its last heartbeats. So an
 # overloaded machine causes one false alarm, and not one after the other.
 PATIENCE = 2
@@ -143,8 +146,6 @@ class Liveness:
         self.reason = f"it was not ready within {self._timeouts.start_ns / 1e9:g} s (--startup-timeout)"
         return RankStatus.HUNG
 
-
-logger = logging.getLogger(__name__)
 
 # Between looks at the ranks. Each wakes the API server, which takes 0.05 to 0.2 ms; so where no worker has to replace
 # another at once, there are two looks between heartbeats of an engine.
