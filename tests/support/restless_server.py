@@ -11,7 +11,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.moving_tables import random_target
 
-import moestro.server.server
+import moestro.server.processes.cluster
 from moestro.cli import main
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.placement.live.ep_migration import EpMigration
@@ -39,5 +39,5 @@ class RestlessMigration(EpMigration):
 
 
 if __name__ == "__main__":
-    moestro.server.server.EpMigration = RestlessMigration
+    moestro.server.processes.cluster.EpMigration = RestlessMigration
     main(sys.argv[1:])

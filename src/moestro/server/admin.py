@@ -22,6 +22,10 @@ from moestro.errors import shown
 from moestro.server.engines.engine_reports import REMEMBERED, ExpertLoads, GroupLoad, RequestLog
 from moestro.server.experts.coordinator import Coordinator
 from moestro.server.experts.expert_signals import ExpertSignals, NearView, near_views
+from moestro.server.experts.live_placement import LivePlacement
+from moestro.server.figures.statistics import ServerStatistics
+from moestro.server.processes.cluster import ServerCluster
+from moestro.server.processes.ports import ADMIN_BODY_BYTES
 from moestro.server.processes.supervisor import Supervisor
 from moestro.web.access.control import Access
 from moestro.web.access.origins import only_programs
@@ -30,12 +34,8 @@ from moestro.web.middleware import HttpMiddleware
 from moestro.web.ports.connections import Front
 from moestro.web.ports.faults import Faults
 from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S
-from moestro.web.statistics import limit_in
+from moestro.web.statistics import limit_in, page_routes
 from moestro.workload.experts.expert_profile import ExpertProfile, write_profile
-
-ADMIN_HOST = "127.0.0.1"
-# A placement of DeepSeek-V3 on 320 devices with its shares and moves takes 2 MB.
-ADMIN_BODY_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,27 @@ async def admin_runner(routes: Iterable[web.RouteDef], api_key: str | None, faul
     app.add_routes(routes)
     middleware = HttpMiddleware(Access.of([api_key] if api_key else []), Refusals(), ADMIN_BODY_BYTES, faults)
     return await middleware.runner(app, shutdown_timeout=RESPONSE_FLUSH_S)
+
+
+def operators_routes(
+    cluster: ServerCluster,
+    info: ModelInfo,
+    half_life: float,
+    placement: LivePlacement,
+    statistics: ServerStatistics,
+    log: RequestLog | None,
+) -> list[web.RouteDef]:
+    """Return the routes of all that operators may see and do.
+
+    Args:
+        half_life: Half-life of the engines' windows of expert loads, in steps.
+        log: Recent requests; None means that they are not recorded.
+    """
+    routes = ExpertAdmin(cluster.engines.expert_loads, info, half_life, cluster.signals).routes()
+    if cluster.coordinator is not None:
+        routes += WorkerAdmin(cluster.coordinator, cluster.supervisor).routes()
+    routes += [*placement.routes(), *page_routes("serve", "operators", statistics.read)]
+    return routes if log is None else [*routes, *ExplainAdmin(log).routes()]
 
 
 _MAX_DIGITS = 9  # of a worker's number; Python refuses to read thousands
