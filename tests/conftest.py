@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 from support import triton_interpreter
@@ -144,7 +145,7 @@ def server(real_command, tmp_path_factory) -> Iterator[Running]:
     try:
         assert running.stop() == 0
         assert running.left_behind() == []
-        assert not any(process.is_running() for process in processes)
+        assert psutil.wait_procs(processes, timeout=30)[1] == [], "they end with the server, or a moment later"
     finally:
         running.kill()
 
