@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import ssl
@@ -46,6 +47,8 @@ async def routers(
     ports = [listener.getsockname()[1] for listener in listeners]
     made: list[Rig] = []
     async with contextlib.AsyncExitStack() as stack:
+        for engine in engines:
+            stack.callback(engine.die)
         for listener, port in zip(listeners, ports, strict=True):
             it = await stack.enter_async_context(
                 rig(
@@ -64,8 +67,6 @@ async def routers(
                 lambda it=it: it.app.peers.num_links == num - 1 and it.app.peers.replica.num_peers == num - 1
             )
         yield made
-    for engine in engines:
-        engine.die()
 
 
 def loads(it: Rig) -> dict[str, int]:
@@ -263,6 +264,25 @@ async def test_a_router_that_joins_learns_prompts_and_requests_in_flight():
 
 
 @looped
+async def test_lost_connections_free_their_compression_without_the_collector():
+    gc.collect()
+    gc.disable()
+    try:
+        async with routers(2, FakeEngine("a")) as (one, other):
+            for _ in range(5):
+                (lost,) = other.app.peers._links
+                lost.channel._writer.transport.abort()
+                await other.until(lambda lost=lost: lost not in other.app.peers._links)
+                await other.until(lambda: other.app.peers.num_links == 1)
+            await one.until(lambda: len(one.app.peers._accepted) == 1)
+            del lost
+            channels = [each for each in gc.get_objects() if isinstance(each, PeerChannel)]
+            assert sum(each._packer is not None for each in channels) <= 4, "one for each end of two connections"
+    finally:
+        gc.enable()
+
+
+@looped
 async def test_requests_of_a_router_that_dies_stop_counting_and_count_again_when_it_returns(monkeypatch):
     engine = FakeEngine("a", stay)
     async with routers(2, engine) as (one, other):
@@ -413,7 +433,7 @@ async def test_a_bomb_of_zeros_is_refused_before_it_is_unpacked():
         port = int(one.app.peers._settings.peer[0].rpartition(":")[2])
         known = Identity(RouterRun("third", 1), one.app.peers._identity.reading, b"secret")
         channel = await dial(known, "127.0.0.1", port)
-        data = channel._compressor.compress(bytes(1 << 28)) + channel._compressor.flush(0)
+        data = channel._packer.compress(bytes(1 << 28)) + channel._packer.flush(0)
         assert len(data) < 1 << 20
         channel._writer.write(len(data).to_bytes(4) + channel._send_code.of(data) + data)
         await until_closed(channel)

@@ -131,10 +131,11 @@ class PeerChannel:
         self._send_code = _FrameCode(secret, b"d" if is_dialer else b"l")
         self._receive_code = _FrameCode(secret, b"l" if is_dialer else b"d")
         parameters = zstandard.ZstdCompressionParameters.from_level(_LEVEL, window_log=_WINDOW_LOG)
-        self._compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+        packer = zstandard.ZstdCompressor(compression_params=parameters)
+        self._packer: zstandard.ZstdCompressionObj | None = packer.compressobj()
         self._plain = _Bounded()
         unpacker = zstandard.ZstdDecompressor(max_window_size=1 << _WINDOW_LOG)
-        self._unpacker = unpacker.stream_writer(cast(IO[bytes], self._plain))
+        self._unpacker: zstandard.ZstdDecompressionWriter | None = unpacker.stream_writer(cast(IO[bytes], self._plain))
 
     async def send(self, message: Message) -> None:
         """Send a message, and wait while the other end is slow.
@@ -142,8 +143,10 @@ class PeerChannel:
         Raises:
             OSError: the connection is lost.
         """
-        data = self._compressor.compress(encode_message(message))
-        data += self._compressor.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+        if self._packer is None:
+            raise ConnectionResetError("the connection is closed")
+        data = self._packer.compress(encode_message(message))
+        data += self._packer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
         frame = len(data).to_bytes(_LENGTH_BYTES) + self._send_code.of(data) + data
         self.num_sent_bytes += len(frame)
         self._writer.write(frame)
@@ -159,6 +162,8 @@ class PeerChannel:
         data = await _read_frame(self._reader, _MAX_FRAME_BYTES, self._receive_code)
         self.num_received_bytes += len(data) + _LENGTH_BYTES + _MAC_BYTES
         self._plain.clear()
+        if self._unpacker is None:
+            raise ConnectionResetError("the connection is closed")
         try:
             self._unpacker.write(data)
             return decode_message(self._plain.data)
@@ -166,8 +171,9 @@ class PeerChannel:
             raise PeerRefusedError(str(error)) from None
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, and free the megabytes of its compression: an error may keep this object in a cycle."""
         self._writer.close()
+        self._packer = self._unpacker = None
 
 
 async def dial(identity: Identity, host: str, port: int, tls: ssl.SSLContext | None = None) -> PeerChannel:
@@ -479,7 +485,8 @@ class PeerExchange:
             channel = await accept(self._identity, reader, writer)
             self._peer_is_there.set()
             self._peer_is_there.clear()
-            await self._receive_all(channel)
+            with contextlib.closing(channel):
+                await self._receive_all(channel)
         except _ERRORS as error:
             if isinstance(error, PeerRefusedError) and str(error) != SELF:
                 self.counts.num_refused += 1
