@@ -187,8 +187,7 @@ def _stand_by(control: socket.socket, server: int) -> NoReturn:
 
 
 def _replace_launcher(pid: int, control: socket.socket) -> None:
-    from moestro.server import server  # noqa: PLC0415 they are loaded when this runs
-    from moestro.server.processes import launchers  # noqa: PLC0415 they are loaded when this runs
+    from moestro.server.processes import launch_specs, launchers  # noqa: PLC0415 they are loaded when this runs
     from moestro.server.processes.launchers import WORKER, ForkedProcess, LocalLauncher  # noqa: PLC0415
 
     class ForkingLauncher(LocalLauncher):
@@ -204,7 +203,7 @@ def _replace_launcher(pid: int, control: socket.socket) -> None:
             self._standby._add(launchers._Template(process, control, is_loaded=False))
 
     launchers._FORK_S = _FORK_S
-    server.LocalLauncher = ForkingLauncher
+    launch_specs.LocalLauncher = ForkingLauncher
 
 
 if __name__ == "__main__":

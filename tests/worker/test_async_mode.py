@@ -85,7 +85,7 @@ def paced(tmp_path_factory) -> Iterator[Running]:
     try:
         assert running.stop() == 0
         assert running.left_behind() == []
-        assert not any(process.is_running() for process in processes)
+        assert psutil.wait_procs(processes, timeout=30)[1] == []
     finally:
         running.kill()
 
