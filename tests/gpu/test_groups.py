@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from support.running import REAL, Running, is_idle, load, wait_until
 from worker.test_async_mode import ask_many, texts, worker
@@ -34,7 +35,7 @@ def imitating(directory: Path, num_cards: int, *flags: str) -> Iterator[Running]
     try:
         yield running
         assert running.stop() == 0
-        assert not any(process.is_running() for process in processes)
+        assert psutil.wait_procs(processes, timeout=30)[1] == []
     finally:
         running.kill()
 

@@ -38,7 +38,7 @@ def llm() -> Iterator[LLM]:
     with LLM(dtype="float32", kv_cache_memory_bytes=100_000_000) as llm:
         processes = engine_processes(llm)
         yield llm
-    assert not any(process.is_running() for process in processes)
+    assert psutil.wait_procs(processes, timeout=30)[1] == []
 
 
 def engine_processes(llm: LLM) -> list[psutil.Process]:

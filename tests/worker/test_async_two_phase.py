@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 from support.running import Running, call, is_idle, metrics, wait_until
 from worker.test_async_mode import ask_many, names, texts, worker
@@ -23,7 +24,7 @@ def group(real_command, tmp_path_factory) -> Iterator[Running]:
     processes = running.processes()
     try:
         assert running.stop() == 0
-        assert not any(process.is_running() for process in processes)
+        assert psutil.wait_procs(processes, timeout=30)[1] == []
     finally:
         running.kill()
 
