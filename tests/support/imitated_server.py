@@ -10,9 +10,9 @@ _WORKER = "as-worker"
 
 def _serve() -> int:
     from moestro.cli import main  # noqa: PLC0415
-    from moestro.server import server  # noqa: PLC0415
+    from moestro.server.processes import launch_specs  # noqa: PLC0415
 
-    server.WORKER = (sys.executable, __file__, _WORKER)
+    launch_specs.WORKER = (sys.executable, __file__, _WORKER)
     return main()
 
 
