@@ -103,6 +103,7 @@ class PrefixIndex:
         row = self._engines[engine]
         assert not row.reported
         assert not row.prompts
+        assert not row.kept
         self.set_capacity(engine, None)
 
     def set_capacity(self, engine: int, num_blocks: int | None, num_host_blocks: int = 0) -> None:

@@ -25,7 +25,7 @@ from moestro.server.experts.expert_signals import ExpertSignals, NearView, near_
 from moestro.server.experts.live_placement import LivePlacement
 from moestro.server.figures.statistics import ServerStatistics
 from moestro.server.processes.cluster import ServerCluster
-from moestro.server.processes.ports import ADMIN_BODY_BYTES
+from moestro.server.processes.start_checks import ADMIN_BODY_BYTES
 from moestro.server.processes.supervisor import Supervisor
 from moestro.web.access.control import Access
 from moestro.web.access.origins import only_programs

@@ -25,8 +25,7 @@ from moestro.server.figures.statistics import ServerStatistics, serve_banner
 from moestro.server.processes.cluster import ServerCluster, open_cluster
 from moestro.server.processes.launch_specs import command_of, launcher_maker
 from moestro.server.processes.launchers import Launcher
-from moestro.server.processes.ports import allow_files, bound_ports
-from moestro.server.processes.start_checks import StartClock, check_start
+from moestro.server.processes.start_checks import StartClock, allow_files, bound_ports, check_start
 from moestro.text.tokenizer import Tokenizer
 from moestro.web.access.control import Access
 from moestro.web.banner import log_forever, print_banner

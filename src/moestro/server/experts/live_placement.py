@@ -38,7 +38,7 @@ from moestro.placement.live.plan import GroupView, PlaceableGroup, PlacementPlan
 from moestro.placement.settings import NO_POLICY
 from moestro.server.engines.engine_reports import ExpertLoads
 from moestro.server.experts.placement_views import LivePrices, PlanView, live_prices, placement_view, plan_view
-from moestro.server.processes.ports import ADMIN_BODY_BYTES
+from moestro.server.processes.start_checks import ADMIN_BODY_BYTES
 from moestro.web.bodies import Bodies
 from moestro.web.errors import HttpError
 

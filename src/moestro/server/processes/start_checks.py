@@ -1,4 +1,4 @@
-"""What happens before any process starts: refusals, and the private directory of the ranks' socket.
+"""What happens before any process starts: refusals, the bound ports, and the private directory of the ranks' socket.
 
 The checks refuse what this machine, this checkpoint or this network cannot do; workers check the rest.
 """
@@ -10,6 +10,7 @@ import fcntl
 import logging
 import os
 import shutil
+import socket
 import stat
 import tempfile
 import time
@@ -17,15 +18,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from moestro.config.linux_process import available_memory_bytes, has_gpu
-from moestro.config.serve_settings import ServeSettings
+from moestro.config.serve_settings import ServerSettings, ServeSettings
 from moestro.cost.networks import network_from_config
 from moestro.errors import ConfigError
 from moestro.files.checkpoint import Checkpoint, check_files, read_checkpoint
 from moestro.files.config_fields import num_experts_of
+from moestro.web.ports.connections import MAX_OPERATOR_CONNECTIONS, allow_open_files, bound_socket, files_of_port
 from moestro.web.ports.lifecycle import process_age_s
 from moestro.wire.messages import Phase
 
 logger = logging.getLogger(__name__)
+ADMIN_HOST = "127.0.0.1"
+# A placement of DeepSeek-V3 on 320 devices with its shares and moves takes 2 MB.
+ADMIN_BODY_BYTES = 8 << 20
 
 
 class StartClock:
@@ -53,6 +58,26 @@ class StartClock:
 
 
 _GIB = 1 << 30
+
+
+@contextlib.contextmanager
+def bound_ports(settings: ServerSettings) -> Iterator[tuple[socket.socket, socket.socket | None]]:
+    """Bind the ports of clients and of operators before anything is loaded, and close them with the block."""
+    with contextlib.ExitStack() as ports:
+        clients = ports.enter_context(bound_socket(settings.host, settings.port))
+        operators = None
+        if settings.admin_port is not None:
+            operators = ports.enter_context(bound_socket(ADMIN_HOST, settings.admin_port, "--admin-port"))
+        yield clients, operators
+
+
+def allow_files(settings: ServeSettings) -> None:
+    """Let this process open a file for each connection and process that it may have."""
+    num_processes = settings.num_engines
+    if settings.stepping.mode == "async":
+        num_processes = settings.group.num_places
+    num_operators = 0 if settings.server.admin_port is None else files_of_port(MAX_OPERATOR_CONNECTIONS)
+    allow_open_files(files_of_port(settings.server.max_connections) + num_operators, num_processes)
 
 
 def check_start(settings: ServeSettings) -> None:

@@ -1,4 +1,4 @@
-// The best exchange of copies between two devices, and rounds of them: `placement/descent.py` in C++.
+// The best exchange of copies between two devices, and rounds of them: `placement/search/packing.py` in C++.
 //
 // NumPy's code is the definition. Each number is computed by the same operations in the same order and precision, and
 // ties go to the same slot, so plans are equal whichever of both makes them.
