@@ -92,7 +92,8 @@ class _State:
     """Copies that the imitated accelerator has not made yet, its streams and memory, and the number of waits for it."""
 
     def __init__(self) -> None:
-        self.under_way: list[_Copy] = []
+        self._under_way: list[_Copy] = []
+        self._changing = threading.RLock()  # threads of channels, too, use what the main loop uses
         self.num_waits, self.forbids = 0, False
         self.device: torch.device | None = None
         self.num_cards = 1
@@ -109,14 +110,29 @@ class _State:
         self.num_waits += 1
         self.pass_by(self.stream.so_far())
 
+    def begin_copy(self, target: Tensor, source: Tensor) -> None:
+        """Start a copy on the current stream. `source`: what the device's memory holds now."""
+        with self._changing:
+            self._under_way.append(_Copy(target, source, self.stream.number, self.stream.begin()))
+
     @torch.inference_mode()
     def pass_by(self, clock: Clock) -> None:
         """Let the host know that the operations of `clock` have ended, so that their copies have arrived."""
-        _merge(self.known_to_host, clock)
-        for copy in list(self.under_way):
-            if copy.number <= clock.get(copy.stream, 0):
-                copy.target.copy_(copy.source)
-        self.under_way = [copy for copy in self.under_way if copy.number > clock.get(copy.stream, 0)]
+        with self._changing:
+            _merge(self.known_to_host, clock)
+            for copy in self._under_way:
+                if copy.number <= clock.get(copy.stream, 0):
+                    copy.target.copy_(copy.source)
+            self._under_way = [copy for copy in self._under_way if copy.number > clock.get(copy.stream, 0)]
+
+    def arrived(self, source: Tensor) -> Tensor:
+        """What pinned memory holds once the copies to it have been made that the device makes before it reads there."""
+        found = source.clone()
+        with self._changing:
+            for copy in self._under_way:
+                if copy.target.data_ptr() == source.data_ptr() and copy.target.shape == source.shape:
+                    found.copy_(copy.source)
+        return found
 
     @property
     def card(self) -> torch.device:
@@ -129,27 +145,30 @@ class _State:
     def hold(self, tensor: Tensor, near: Tensor, *, is_pinned: bool = False) -> bool:
         """Count the memory of a new tensor, until it is gone. Returns whether the memory is new."""
         storage = near.untyped_storage()
-        key, is_new = storage.data_ptr(), storage.data_ptr() not in self.memory
+        key = storage.data_ptr()
         if not storage.nbytes():
             return False
-        if is_new:
-            self.require_device("pinned memory" if is_pinned else "a tensor")
-            num_bytes = 0 if is_pinned else storage.nbytes()
-            if self.used_bytes + self.other_bytes + num_bytes > self.total_bytes:
-                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes.")
-            self.memory[key] = _Memory(num_bytes)
-            self.used_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        self.memory[key].num_users += 1
+        with self._changing:
+            is_new = key not in self.memory
+            if is_new:
+                self.require_device("pinned memory" if is_pinned else "a tensor")
+                num_bytes = 0 if is_pinned else storage.nbytes()
+                if self.used_bytes + self.other_bytes + num_bytes > self.total_bytes:
+                    raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes.")
+                self.memory[key] = _Memory(num_bytes)
+                self.used_bytes += num_bytes
+                self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            self.memory[key].num_users += 1
         weakref.finalize(tensor, self.release, key).atexit = False
         return is_new
 
     def release(self, key: int) -> None:
-        memory = self.memory[key]
-        memory.num_users -= 1
-        if not memory.num_users:
-            self.used_bytes -= memory.num_bytes
-            del self.memory[key]
+        with self._changing:
+            memory = self.memory[key]
+            memory.num_users -= 1
+            if not memory.num_users:
+                self.used_bytes -= memory.num_bytes
+                del self.memory[key]
 
     def use(self, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
         """Note an operation of the current stream, and fail where another stream may be at the same memory."""
@@ -423,20 +442,10 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if from_far:
         assert target.is_contiguous(), "torch copies to host memory with gaps before the data have arrived"
         target.fill_(POISON)
-        stream = _STATE.stream
-        _STATE.under_way.append(_Copy(target, source.near.clone(), stream.number, stream.begin()))
+        _STATE.begin_copy(target, source.near.clone())
     else:
-        target.near.copy_(_arrived(source))
+        target.near.copy_(_STATE.arrived(source))
     return target
-
-
-def _arrived(source: Tensor) -> Tensor:
-    """What pinned memory holds once the copies to it have been made that the device makes before it reads there."""
-    found = source.clone()
-    for copy in _STATE.under_way:
-        if copy.target.data_ptr() == source.data_ptr() and copy.target.shape == source.shape:
-            found.copy_(copy.source)
-    return found
 
 
 def _pin(tensor: Tensor, *_: Any) -> Tensor:
