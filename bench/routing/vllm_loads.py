@@ -6,7 +6,7 @@
 
 In this order:
 
-1. `moestro calibrate --server` probes one server.
+1. `moestro calibrate --server` probes both servers at once, as they share the cores; the first one's files count.
 2. `moestro bench` sends the requests of a trace all at once through `lmetric`: the rate of the answers is the capacity.
 3. In each round and at each share of the capacity, the policies take turns, in another order each time. A policy has
    its own `moestro route` with the servers' KV events; the servers' caches are emptied before. All policies of a round
@@ -14,7 +14,7 @@ In this order:
 4. `moestro sim` runs the same traces under the same policies, from the files of calibrate and nothing else.
 
 The prompts of a session begin alike, as do those of an application. Server, routers and client share the cores, so that
-figures are of this machine; what is compared are policies of one round.
+figures are of this machine; what is compared are policies of one round. With --work, a stopped run goes on there.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -85,13 +86,32 @@ def write_sessions(path: Path, seed: int, rate: float, num_requests: int) -> Non
     path.write_text("".join(lines))
 
 
-def send(url: str, trace: Path, out: Path, seed: int, *more: str) -> dict:
-    """Send the requests of a trace, and return the report."""
+def send(url: str, trace: Path, out: Path, seed: int, *more: str) -> None:
+    """Send the requests of a trace, and write the report."""
     source = ["--dataset-name", "trace", "--dataset-path", str(trace), "--vocab-size", str(VOCABULARY)]
     run("bench", "--base-url", url, *source, "--seed", str(seed), "--temperature", "1", "--json", str(out), *more)
+
+
+def report_of(out: Path) -> dict:
+    """The report of a run, none of whose requests may have failed."""
     report: dict = json.loads(out.read_text())["report"]
     assert not report["failures"], report["failures"]
     return report
+
+
+def calibrate(servers: Sequence[str], work: Path, seconds: float) -> None:
+    """Probe the servers at once, and write engine.json and engine.toml of the first."""
+    bounds = ["--seconds", str(seconds), "--max-concurrency", "64", "--max-prompt-tokens", "900"]
+    with ThreadPoolExecutor(len(servers)) as pool:
+        probes = [
+            pool.submit(
+                run, "calibrate", "--server", url, *bounds, "--seed", str(CALIBRATION_SEED), "--out",
+                str(work / ("engine.json" if at == 0 else f"engine_{at}.json")),
+            )
+            for at, url in enumerate(servers)
+        ]  # fmt: skip
+        for probe in probes:
+            probe.result()
 
 
 @contextlib.contextmanager
@@ -107,8 +127,11 @@ def measured_capacity(work: Path, num_requests: int) -> float:
     """Requests a second that both servers answer when all wait at once."""
     trace = work / "capacity.jsonl"
     write_sessions(trace, CAPACITY_SEED, 1.0, num_requests)
-    with routed(CAPACITY_POLICY, work) as url:
-        report = send(url, trace, work / "capacity.json", CAPACITY_SEED, "--request-rate", "inf")
+    out = work / "capacity.json"
+    if not out.exists():
+        with routed(CAPACITY_POLICY, work) as url:
+            send(url, trace, out, CAPACITY_SEED, "--request-rate", "inf")
+    report = report_of(out)
     return float(report["num_ok"] / report["duration_s"])
 
 
@@ -128,9 +151,11 @@ def measure_round(work: Path, number: int, share: float, rate: float, num_reques
     write_sessions(work / f"{name}.jsonl", seed, rate, num_requests)
     foretold, found = predicted(work, name), {}
     for policy in (*POLICIES[number % len(POLICIES) :], *POLICIES[: number % len(POLICIES)]):
-        with routed(policy, work) as url:
-            report = send(url, work / f"{name}.jsonl", work / f"{name}-{policy}.json", seed, "--num-warmups", "0")
-        found[policy] = figures(report)
+        out = work / f"{name}-{policy}.json"
+        if not out.exists():
+            with routed(policy, work) as url:
+                send(url, work / f"{name}.jsonl", out, seed, "--num-warmups", "0")
+        found[policy] = figures(report_of(out))
         shown = {key: f"{value:.3g} ({foretold[policy][key]:.3g})" for key, value in found[policy].items()}
         print(f"round {number}, {share:.0%}, {policy}, measured (simulated): {shown}", flush=True)
     return [
@@ -183,9 +208,8 @@ def main() -> None:
         work = given.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         work.mkdir(parents=True, exist_ok=True)
         servers = [stack.enter_context(vllm_pair.vllm(given.vllm, at, work)) for at in ENGINES]
-        bounds = ["--seconds", str(given.seconds), "--max-concurrency", "16", "--max-prompt-tokens", "900"]
-        seeds = ["--seed", str(CALIBRATION_SEED)]
-        run("calibrate", "--server", servers[0].url, *bounds, *seeds, "--out", str(work / "engine.json"))
+        if not (work / "engine.toml").exists():
+            calibrate([server.url for server in servers], work, given.seconds)
         capacity = measured_capacity(work, given.num_requests)
         print(f"capacity: {capacity:.2f} requests/s", flush=True)
         rows = [
