@@ -27,7 +27,7 @@ from moestro.server.api.protocol import (
 )
 from moestro.server.api.request_fields import wrong_type
 from moestro.text.chats.chat_format import NO_TOOLS, ToolUse
-from moestro.text.chats.chat_history import EFFORTS, calls_for_templates
+from moestro.text.chats.chat_template import EFFORTS, calls_for_templates
 from moestro.text.parsing.answer_grammars import enforced_arguments, enforced_schema
 from moestro.text.parsing.output_parser import ToolSpec
 from moestro.text.parsing.parser_input import NAME_LIMIT
