@@ -24,7 +24,7 @@ from moestro.gateway.clients.http_headers import (
     own_head,
     size_of,
 )
-from moestro.web.access.origins import Cors
+from moestro.web.access import Cors
 from moestro.web.bodies import SMALL_BYTES, BodiesFullError, BodyDeadline, BodyHold, BodyMemory
 from moestro.web.errors import BodyTimeoutError, HttpError, error_body, error_json, too_large
 from moestro.web.ports.faults import Fault, Faults, Port
