@@ -13,7 +13,7 @@ from support.small_paper import SmallPaper
 
 from moestro.cli.main import main
 from moestro.errors import ConfigError
-from moestro.repro.grid import GridPlan, PlannedLoad, plan_for
+from moestro.repro.experiment import GridPlan, PlannedLoad, plan_for
 from moestro.repro.papers import papers
 from moestro.repro.results import StoredClaim
 from moestro.repro.runner import reproduce, save_pictures

@@ -8,7 +8,8 @@ import signal
 
 import pytest
 
-from moestro.web.access import Access, ApiKeys, rate_limits
+from moestro.web import rate_limits
+from moestro.web.access import Access, ApiKeys
 from moestro.web.rate_limits import (
     AtATime,
     ProcessLimits,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rich.console import RenderableType
 
 from moestro.core.clock import NS_PER_S
-from moestro.repro.grid import GridExperiment, GridPlan, Line, Panel, PlannedLoad, plan_for
+from moestro.repro.experiment import GridExperiment, GridPlan, Line, Panel, PlannedLoad, plan_for
 from moestro.repro.qllm import QllmSettings
 from moestro.repro.qllm.claims import CLAIMS, claims_of
 from moestro.repro.qllm.loads import (
