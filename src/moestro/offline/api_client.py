@@ -15,8 +15,7 @@ import aiohttp
 import msgspec
 
 from moestro.errors import MoestroError, RequestError
-from moestro.loadgen.answer import EventReader, error_words
-from moestro.loadgen.client import unlimited_session
+from moestro.loadgen.client import EventReader, error_words, unlimited_session
 from moestro.web.errors import ErrorBody, ErrorFields
 
 # Time for which a request is sent again while the server refuses it as full or as not ready. An engine that restarts

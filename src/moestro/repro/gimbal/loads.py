@@ -26,11 +26,10 @@ from moestro.sim.groups.live_placement import OfflineRouting, SimPlacement
 from moestro.sim.groups.lock_step_group import LockStepGroup
 from moestro.sim.results import Results
 from moestro.sim.scenario import middle_rate
-from moestro.workload.experts.expert_traces import RoutingTrace, read_routing
+from moestro.workload.experts.expert_profile import RoutingTrace, read_routing
 from moestro.workload.generated.draws import Shape, draw_shape, poisson
 from moestro.workload.generated.sessions import App, LogNormal, SessionShape, steady_rows
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Int64s, Rows
+from moestro.workload.rows import Int64s, RequestForm, RequestMaker, Rows
 from moestro.workload.traces.reading import read_trace
 
 # The findings: one cell for each run, and the figures of a cell.

@@ -57,7 +57,7 @@ from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.sim.cluster import AtTimes, Cluster
 from moestro.sim.results import Results
-from moestro.workload.requests import RequestForm, RequestMaker
+from moestro.workload.rows import RequestForm, RequestMaker
 
 WHOLE = GridPlan(loads=tuple(map(planned, ANSWER_LIMITS)), systems=tuple(ENGINES), seeds=(0, 1, 2))
 QUICK = GridPlan(
