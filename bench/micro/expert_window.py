@@ -38,7 +38,7 @@ from moestro.model.load import load_network, read_config
 from moestro.model.settings import ModelSettings
 from moestro.placement.load_window import PAIR_INTERVAL, LoadWindow
 from moestro.placement.settings import ExpertLoadSettings
-from moestro.worker.expert_collection import ExpertCollection
+from moestro.worker.rank_builder import ExpertCollection
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.models import DEMO

@@ -12,8 +12,7 @@ import msgspec
 from moestro.core.clients import MAX_DEPTH, is_too_deep
 from moestro.core.request import Grammar
 from moestro.errors import GrammarTimeoutError, RequestError, shown
-from moestro.grammar.checker import MAX_CHECKS, MAX_TRIES, GrammarChecker, GrammarVerdict
-from moestro.grammar.host import CHECK, LONGEST_WAIT_S, TRY
+from moestro.grammar.host import CHECK, LONGEST_WAIT_S, MAX_CHECKS, MAX_TRIES, TRY, GrammarChecker, GrammarVerdict
 from moestro.server.api.protocol import (
     AllowedChoice,
     CallField,
