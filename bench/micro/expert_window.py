@@ -32,8 +32,7 @@ from moestro.engine.rank import Rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.model.device import TorchDevice
 from moestro.model.kernels.exchange import KernelExchange
-from moestro.model.kernels.kernel_build import KernelBuild
-from moestro.model.kernels.library import KernelLibrary
+from moestro.model.kernels.library import KernelBuild, KernelLibrary
 from moestro.model.load import load_network, read_config
 from moestro.model.settings import ModelSettings
 from moestro.placement.load_window import PAIR_INTERVAL, LoadWindow

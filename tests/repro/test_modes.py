@@ -13,6 +13,7 @@ from moestro.cli.main import main
 from moestro.core.experts.expert_table import EMPTY
 from moestro.cost.model import exponential_popularity
 from moestro.errors import ConfigError
+from moestro.repro import ReproSettings
 from moestro.repro.amoe.loads import LENGTHS, ClosedRun, LengthRanges, closed_load, closed_throughput
 from moestro.repro.amoe.systems import build
 from moestro.repro.modes.experiment import (
@@ -29,7 +30,6 @@ from moestro.repro.modes.experiment import (
     with_copies,
 )
 from moestro.repro.runner import reproduce, save_pictures
-from moestro.repro.settings import ReproSettings
 from moestro.sim.closed_loop import Replacing
 
 LENGTH = LENGTHS["medium"]

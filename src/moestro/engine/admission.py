@@ -22,7 +22,7 @@ from moestro.core.work import Slots
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.event_recorder import EventRecorder
 from moestro.engine.host_tier import HostTier
-from moestro.engine.policy_contract import EvictPolicy
+from moestro.engine.registry import EvictPolicy
 from moestro.engine.sequences import Sequence, SequenceTable
 from moestro.engine.waiting import ClientShares, WaitingQueue
 

@@ -20,7 +20,7 @@ from moestro.core.request import Request
 from moestro.core.views import BE, LS, BatchLimits, ShareView, WaitingView
 from moestro.core.work import Int32s, Slots
 from moestro.engine.block_pool import BlockPool
-from moestro.engine.policy_contract import SharePolicy
+from moestro.engine.registry import SharePolicy
 from moestro.engine.sequences import Sequence, SequenceTable
 from moestro.errors import PromptTooLongError
 

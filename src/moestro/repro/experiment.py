@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from rich.console import RenderableType
 
 from moestro.errors import ConfigError
+from moestro.repro import ReproSettings
 from moestro.repro.results import Cell, CellT, Claim, Column, FindingsT, grid_table
-from moestro.repro.settings import ReproSettings
 
 # A paper as declared tables: its set-up beside the experiment's, its figures, and its claims with their rules.
 

@@ -32,8 +32,8 @@ from moestro.model.device import CheckpointFacts, open_network, read_facts, use_
 from moestro.model.experts.expert_pieces import ExpertRunner
 from moestro.model.experts.expert_slots import pick_expert, write_expert
 from moestro.model.experts.routed import ExpertWeights, register_experts
-from moestro.model.kernels.kernel_build import KernelBuild
 from moestro.model.kernels.kernel_choice import begin_search, choose_kernels
+from moestro.model.kernels.library import KernelBuild
 from moestro.model.load import (
     build_skeleton,
     choose_dtype,

@@ -20,11 +20,11 @@ from moestro.cost.model import AMOE_RATE, PopularityForm
 from moestro.cost.priced_device import HostOverhead
 from moestro.cost.roofline import HostCost
 from moestro.errors import ConfigError
+from moestro.repro import ReproSettings
 from moestro.repro.amoe.loads import LENGTHS, ClosedRun, Ladder, LengthRanges
 from moestro.repro.amoe.systems import ABOUT, ASYNC, COLOCATED, EP, OVERLAP, PING_PONG_NAME, REPLICAS, Bed
 from moestro.repro.experiment import PartsExperiment, chosen_parts
 from moestro.repro.results import Cell, Claim, Findings
-from moestro.repro.settings import ReproSettings
 from moestro.sim.groups.group_builder import StageJitter
 
 # The cases of the map: a testbed, and one change of it at a time.

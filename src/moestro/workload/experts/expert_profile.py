@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moestro import __version__
 from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
 from moestro.errors import ConfigError
-from moestro.workload.files import open_lines, read_jsonl
+from moestro.files.text_files import open_lines, read_jsonl
 
 CREATED_BY = f"moestro {__version__}"
 

@@ -23,7 +23,7 @@ from moestro.core.request import Request, SamplingParams, Script, ServiceClass
 from moestro.core.scheduling_events import RequestEvent, SequenceAdmitted, SequencePreempted
 from moestro.core.work import request_key
 from moestro.errors import ConfigError
-from moestro.workload.files import open_lines, read_jsonl
+from moestro.files.text_files import open_lines, read_jsonl
 from moestro.workload.rows import Int64s, Rows
 
 FORMAT = "moestro-requests-1"
