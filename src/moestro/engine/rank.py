@@ -1,7 +1,7 @@
 """One rank: a scheduler and an executor, and the one loop step that joins them. Its driver owns time and transport.
 
-The fused executor runs one whole forward pass for each plan; tests compare the other executors with it.
-A rank's driver publishes the changes of its prefix cache.
+The fused executor runs one whole forward pass for each plan; tests compare the other executors with it. The driver also
+publishes the changes of the rank's prefix cache, which are collected here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Waiting queue of one rank: columns for the order policy, objects for the scheduler, and the shares of clients.
 
-Shares say which waiting sequences may claim a place, and whose sequences give way for them.
-
-Nothing here matters while one client has all sequences.
+Shares say which waiting sequences may claim a place, and whose sequences give way for them. They have no effect while
+one client has all sequences.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Client connections of the router: requests are answered in order, piece by piece. Plain callbacks, no tasks.
 
-The reader of complete requests uses neither sockets nor a clock.
+The reader that makes complete requests of the bytes is sans-IO: it has neither sockets nor a clock.
 """
 
 from __future__ import annotations
