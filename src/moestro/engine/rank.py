@@ -239,7 +239,7 @@ class NextStep:
 
 
 class ExpertObserver(Protocol):
-    """Learns which experts the tokens of each step visited; `worker.expert_collection` has one."""
+    """Learns which experts the tokens of each step visited; `worker.rank_builder` has one."""
 
     def observe(self, result: StepResult) -> None:
         """Take in a step with `expert_counts`. An error must not leave this method: it would end the rank."""
