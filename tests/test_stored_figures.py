@@ -13,11 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from moestro.repro.amoe.findings import AmoeFindings, mean_stall
-from moestro.repro.amoe.loads import LENGTHS
+from moestro.repro.amoe.loads import LENGTHS, AmoeFindings, mean_stall
 from moestro.repro.amoe.paper import SIXTEEN, TOP_1, panel
 from moestro.repro.amoe.systems import ASYNC, COLOCATED, EP, EP_STALLS, OVERLAP, PING_PONG_NAME, REPLICAS, Bed, build
-from moestro.repro.gimbal.findings import GimbalFindings
+from moestro.repro.gimbal.loads import GimbalFindings
 from moestro.repro.gimbal.paper import whole as gimbal_parts
 from moestro.repro.lmetric.experiment import POLICIES
 from moestro.repro.lmetric.findings import FIGURES as LMETRIC_FIGURES

@@ -14,7 +14,7 @@ TREES = ("src", "tests", "docs")
 SUFFIXES = {".py", ".md", ".toml", ".json", ".jsonl", ".yaml", ".txt", ".html", ".js", ".css", ".cpp", ".h", ".jinja"}
 BUILT = {"__pycache__", "_build", "node_modules", "prebuilt"}
 # Words of a list from which prompts are drawn: another word would change the prompts of a seed.
-DATA = {"src/moestro/workload/generated/prompts.py": {"said"}}
+DATA = {"src/moestro/workload/generated/draws.py": {"said"}}
 # The parts of `has_heard`, `NOBODY_WAITS` and `NotAsked`.
 PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 from repro_tables import stored
 
-from moestro.repro.gimbal.findings import FIGURES, GimbalCell, GimbalFindings
+from moestro.repro.gimbal.loads import CELL_FIGURES, GimbalCell, GimbalFindings
 from moestro.repro.gimbal.systems import DPLB, GIMBAL_V1, MOESTRO, PLACEMENTS, STACK, TABLE, VLLM
 from moestro.workload.generated.draws import SHAPES
 
@@ -32,7 +32,7 @@ def table_of_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _mean(figure: str, cells: list[GimbalCell]) -> float:
-    return float(np.mean([FIGURES[figure](cell) for cell in cells]))
+    return float(np.mean([CELL_FIGURES[figure](cell) for cell in cells]))
 
 
 def _changes(findings: GimbalFindings, cells: list[GimbalCell], base: list[GimbalCell], digits: int = 1) -> list[str]:
@@ -86,7 +86,7 @@ def _loaded(load: str, systems: Sequence[str], names: Sequence[str]) -> str:
             row = [f"{_mean('TTFT', cells):,.0f} ms", f"{_mean('TTFT P99', cells):,.0f} ms"]
             row += [f"{_mean('TPOT', cells):.1f} ms", f"{_mean('throughput', cells):.1f}"]
         else:
-            row = [f"{findings.change(figure, cells, base):+.1%}" for figure in FIGURES]
+            row = [f"{findings.change(figure, cells, base):+.1%}" for figure in CELL_FIGURES]
         rows.append([name, *row, f"{cells[0].moved_gb:.0f}", f"{cells[0].stall_ms:,.0f}"])
     return table_of_rows(["system", "TTFT mean", "P99", "TPOT", "requests/s", "weights moved, GB", "stalls, ms"], rows)
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from moestro.repro.amoe.findings import AmoeFindings
-from moestro.repro.amoe.loads import LENGTHS
+from moestro.repro.amoe.loads import LENGTHS, AmoeFindings
 from moestro.repro.amoe.paper import WHOLE
 from moestro.repro.amoe.systems import ASYNC, BASELINES, COLOCATED
 from moestro.repro.papers import papers

@@ -31,9 +31,7 @@ from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Units
 from moestro.model.attention import Scoring, attend_paged
 from moestro.model.experts.routed import combine
 from moestro.model.kernels.exchange import KernelExchange, KernelExperts
-from moestro.model.kernels.kernel_build import KernelBuild
-from moestro.model.kernels.layout import KernelPacking
-from moestro.model.kernels.library import KernelLibrary
+from moestro.model.kernels.library import KernelBuild, KernelLibrary, KernelPacking
 from moestro.model.kernels.packing import TORCH_PACKING
 from moestro.model.kernels.paged import KernelAttention
 from moestro.model.load import load_network, read_config

@@ -32,13 +32,12 @@ from moestro.engine.rank import Rank, build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.model.device import TorchDevice
 from moestro.model.kernels.exchange import KernelExchange
-from moestro.model.kernels.kernel_build import KernelBuild
-from moestro.model.kernels.library import KernelLibrary
+from moestro.model.kernels.library import KernelBuild, KernelLibrary
 from moestro.model.load import load_network, read_config
 from moestro.model.settings import ModelSettings
 from moestro.placement.load_window import PAIR_INTERVAL, LoadWindow
 from moestro.placement.settings import ExpertLoadSettings
-from moestro.worker.expert_collection import ExpertCollection
+from moestro.worker.rank_builder import ExpertCollection
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.models import DEMO

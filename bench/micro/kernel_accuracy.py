@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from moestro.config.run_record import run_record
 from moestro.core.work import LOGITS_PROMPT
 from moestro.model.kernels.exchange import KernelExchange
-from moestro.model.kernels.kernel_build import KernelBuild
+from moestro.model.kernels.library import KernelBuild
 from moestro.model.load import load_network, read_config
 from moestro.model.settings import ModelSettings
 from moestro.model.step import PagedStep

@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 
 from moestro.config.run_record import run_record
-from moestro.model.kernels.kernel_build import KernelBuild
-from moestro.model.kernels.library import KernelLibrary
+from moestro.model.kernels.library import KernelBuild, KernelLibrary
 from moestro.model.network import Network
 from moestro.model.pools import KVPools
 from moestro.model.step import PagedStep

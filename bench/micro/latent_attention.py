@@ -29,9 +29,7 @@ from transformers import AutoConfig
 from moestro.config.run_record import run_record
 from moestro.core.work import Units
 from moestro.model.attention import Scoring
-from moestro.model.kernels.kernel_build import KernelBuild
-from moestro.model.kernels.layout import KernelPacking
-from moestro.model.kernels.library import KernelLibrary
+from moestro.model.kernels.library import KernelBuild, KernelLibrary, KernelPacking
 from moestro.model.kernels.paged import KernelAttention
 from moestro.model.load import load_network, read_config
 from moestro.model.network import Network

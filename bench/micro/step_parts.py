@@ -52,7 +52,7 @@ from moestro.model.step import PagedStep, compute_result
 from moestro.placement.settings import ExpertLoadSettings
 from moestro.wire.messages import Add, Outputs, Shutdown, ToRank, decode_from_rank, encode
 from moestro.worker.channel import Channel
-from moestro.worker.expert_collection import ExpertCollection
+from moestro.worker.rank_builder import ExpertCollection
 from moestro.worker.rank_loop import SideJobs, run_rank
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -26,8 +26,7 @@ from moestro.sim.groups.worker_group import WorkerGroup
 from moestro.sim.results import Results
 from moestro.sim.scenario import make_bounds
 from moestro.sim.settings import GroupSettings, PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import equal_rows
+from moestro.workload.rows import RequestForm, RequestMaker, equal_rows
 from moestro.workload.run_records import spread_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

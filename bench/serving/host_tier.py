@@ -45,7 +45,7 @@ from moestro.sim.cluster import Cluster
 from moestro.sim.groups.group import Group, OneRank
 from moestro.sim.results import ANSWERED, Results
 from moestro.workload.generated.sessions import App, LogNormal, Mixture, Sessions, SessionShape, steady_sessions
-from moestro.workload.requests import RequestForm, RequestMaker
+from moestro.workload.rows import RequestForm, RequestMaker
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.models import DEMO, make_random_model

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from shared.models import DEMO
 
-from moestro.workload.experts.expert_traces import RoutingTrace, read_routing
+from moestro.workload.experts.expert_profile import RoutingTrace, read_routing
 
 NUM_EXPERTS, NUM_CHOSEN, WIDTH, HIDDEN, VOCAB = 32, 4, 720, 16, 4096
 _FIRST_TOKEN, _TOKENS_OF_A_DOMAIN = 64, 256

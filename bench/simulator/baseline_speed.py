@@ -23,8 +23,7 @@ from moestro.routing.router import Router
 from moestro.routing.settings import ANY_ENGINE, RouterSettings
 from moestro.sim.cluster import AtTimes, Cluster
 from moestro.sim.groups.lock_step_group import LockStepGroup
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Rows
+from moestro.workload.rows import RequestForm, RequestMaker, Rows
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.results import make_parser, save, spread

@@ -30,8 +30,7 @@ from moestro.cost.roofline import HostCost, Roofline, RooflineSettings
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.registry import make_step_policy
 from moestro.sim.groups.worker_group import StagedRank
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Rows
+from moestro.workload.rows import RequestForm, RequestMaker, Rows
 from moestro.workload.traces.reading import read_trace
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -30,7 +30,7 @@ from moestro.placement.contract import PLACE_POLICIES, PlaceLimits, PlacePolicy,
 from moestro.placement.kernel.choice import kernel_search
 from moestro.placement.payback import LastingPlans, mean_load
 from moestro.placement.score import move_s, moves_between, score
-from moestro.workload.experts.expert_traces import RoutingTrace
+from moestro.workload.experts.expert_profile import RoutingTrace
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -13,7 +13,7 @@ from moestro.core.experts.expert_table import ExpertTable
 from moestro.cost.gpus import H100
 from moestro.cost.links import INFINIBAND_NDR, NVSWITCH_H100
 from moestro.placement.contract import Devices, PlaceLimits, PlacePrices, PlaceView, even_devices
-from moestro.workload.experts.expert_traces import RoutingTrace, read_routing
+from moestro.workload.experts.expert_profile import RoutingTrace, read_routing
 
 JITTER = 0.15  # standard deviation of the logarithm of a load about Zipf's law
 ROWS_PER_SOURCE = 16_384  # rows that a source sends in a layer and step: a prefill of 2,048 tokens, 8 experts each

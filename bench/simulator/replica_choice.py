@@ -29,8 +29,7 @@ from moestro.cost.roofline import HostCost, Roofline, RooflineSettings
 from moestro.engine.settings import SchedulerSettings
 from moestro.flow.registry import make_step_policy
 from moestro.sim.groups.worker_group import GroupLayout, WorkerGroup
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Rows
+from moestro.workload.rows import RequestForm, RequestMaker, Rows
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.results import make_parser, save

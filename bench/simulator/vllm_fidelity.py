@@ -23,9 +23,9 @@ from moestro.sim.groups.group_builder import make_prices
 from moestro.sim.scenario import Scenario, make_bounds, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings
 from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
-from moestro.workload.requests import RequestForm, RequestMaker
+from moestro.workload.rows import RequestForm, RequestMaker
 from moestro.workload.traces.reading import read_trace
-from moestro.workload.traces.vllm_run import read_vllm_run
+from moestro.workload.traces.request_record import read_vllm_run
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.models import ROOT

@@ -21,8 +21,7 @@ import numpy as np
 from moestro.config.run_record import run_record
 from moestro.core.hashing import hash_key
 from moestro.workload.generated.sessions import CHAT, SHAPES, generate, steady_rows
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Rows, equal_rows
+from moestro.workload.rows import RequestForm, RequestMaker, Rows, equal_rows
 from moestro.workload.statistics import Statistics, measure
 from moestro.workload.traces.reading import read_trace
 from moestro.workload.traces.servegen import Span, draw_requests, read_clients

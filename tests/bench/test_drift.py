@@ -18,7 +18,7 @@ from support.expert_loads import PRICES
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.model.experts.gate_override import GateShape, make_override
-from moestro.workload.experts.expert_traces import RoutingTrace, TracedAnswer
+from moestro.workload.experts.expert_profile import RoutingTrace, TracedAnswer
 
 
 def test_each_round_has_all_benchmarks_and_begins_with_another_one_than_the_last():

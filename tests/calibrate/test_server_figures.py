@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moestro.calibrate.probing.client import figures_of
+from moestro.calibrate.probing.verb import figures_of
 
 VLLM = b"""vllm:num_requests_running{engine="0",model_name="m"} 3.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 1.0

@@ -21,7 +21,7 @@ from moestro.files.checkpoint import read_checkpoint
 from moestro.gateway.discovery.lists import parse_file
 from moestro.sim.replay import read_engines
 from moestro.text.tokenizer import Tokenizer
-from moestro.web.access.control import KeyFile
+from moestro.web.access import KeyFile
 from moestro.web.record_file import record_key
 from moestro.workload.experts.profile_readers import read_profile
 

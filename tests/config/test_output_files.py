@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from moestro.config.output_files import check_files, check_folder
+from moestro.config.user_files import check_files, check_folder
 from moestro.errors import ConfigError
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moestro.cli import main
-from moestro.config.config_sources import settings_in
-from moestro.config.flag_values import VLLM_VALUES
+from moestro.config.config_sources import VLLM_VALUES, settings_in
 from moestro.config.serve_settings import ServeSettings
 from moestro.core.setting_checks import choices_of
 from moestro.model.settings import ModelSettings

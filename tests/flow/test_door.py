@@ -8,7 +8,7 @@ from support.random_units import units_of
 from moestro.core.stages import StageShape
 from moestro.core.views import BE, LS
 from moestro.core.work import Plan
-from moestro.flow.door import Door
+from moestro.flow.admission import Door
 from moestro.flow.token_pool import TokenPool
 
 SHAPE = StageShape(is_sparse=IS_SPARSE, num_experts=4, num_chosen=2, num_rows=8, num_places=8, num_guests=0)

@@ -13,7 +13,7 @@ from support.fake_device import make_request
 from support.fake_stages import FakeStages, expected_tokens, make_shape
 from support.running import REAL, Running, complete
 
-from moestro.config.user_code import read_user_code
+from moestro.config.user_files import read_user_code
 from moestro.core.policy_registry import PolicyKind
 from moestro.core.request import ServiceClass
 from moestro.core.views import StepFunction

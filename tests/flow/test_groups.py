@@ -12,8 +12,8 @@ from support.fake_stages import expected_tokens, make_shape
 from moestro.core.experts.expert_table import ExpertTable, spread_evenly
 from moestro.core.request import ServiceClass
 from moestro.core.stages import REPLY, Hop, HopMessage, StageShape
+from moestro.flow.admission import GuestDesk
 from moestro.flow.dispatcher import Dispatcher, PeerSettings
-from moestro.flow.guest_desk import GuestDesk
 from moestro.flow.guests import Guests
 from moestro.flow.micro_queues import MicroQueues
 from moestro.flow.policies.one_queue import in_order

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from gateway.rig import FakeEngine, Received, Rig, Wire, looped, rig, say_ok
 
-from moestro.config.user_code import accept_user_code
+from moestro.config.user_files import accept_user_code
 from moestro.gateway.engines.health_checks import Watch
 from moestro.gateway.engines.upstream import _LATE_S
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from moestro.core.request import Grammar
-from moestro.grammar import checker as checker_module
-from moestro.grammar.checker import MAX_CHECKS, MAX_TRIES, GrammarChecker, GrammarVerdict
+from moestro.grammar import host as host_module
 from moestro.grammar.compiler import VocabularySource
-from moestro.grammar.host import BOUNDS, CHECK, TRY
+from moestro.grammar.host import BOUNDS, CHECK, MAX_CHECKS, MAX_TRIES, TRY, GrammarChecker, GrammarVerdict
 
 MINUTES = '{"type": "integer", "multipleOf": 9999991}'
 
@@ -65,7 +64,7 @@ def test_a_host_that_was_killed_is_replaced(checker):
 
 
 def test_verdicts_are_bounded_and_hold_no_text(checker, monkeypatch):
-    monkeypatch.setattr(checker_module, "MAX_VERDICTS", 3)
+    monkeypatch.setattr(host_module, "MAX_VERDICTS", 3)
     for i in range(6):
         checker.check(Grammar("regex", f"a{i}"), CHECK)
     known = [checker.known(Grammar("regex", f"a{i}")) is not None for i in range(6)]

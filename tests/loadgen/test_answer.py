@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moestro.loadgen.answer import MAX_EVENT_BYTES, AnswerReader, Event, EventReader, error_words, refusal
+from moestro.loadgen.client import MAX_EVENT_BYTES, AnswerReader, Event, EventReader, error_words, refusal
 
 USAGE = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": None}}
 DONE = "[DONE]"

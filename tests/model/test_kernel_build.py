@@ -14,7 +14,7 @@ from support import own_kernels
 from moestro.errors import ConfigError
 from moestro.model.device import open_device
 from moestro.model.kernels import kernel_choice
-from moestro.model.kernels.kernel_build import KernelBuild, usable_sets
+from moestro.model.kernels.library import KernelBuild, usable_sets
 from moestro.native.compiler import CPU_KERNELS, CompilerError
 
 
@@ -31,7 +31,7 @@ def test_each_machine_gets_the_best_set_whose_instructions_it_has(monkeypatch):
     for last in range(1, len(sets) + 1):  # a CPU that has the first ones
         names = list(sets)[:last]
         monkeypatch.setattr(
-            "moestro.model.kernels.kernel_build._IS_USABLE",
+            "moestro.model.kernels.library._IS_USABLE",
             {each: lambda each=each, names=names: each.name in names for each in sets.values()},
         )
         assert usable_sets()[-1] is sets[names[-1]]

@@ -13,7 +13,7 @@ from torch import nn
 
 from moestro.model.attention import OWN_ATTENTION
 from moestro.model.experts.routed import tag_of
-from moestro.model.kernels.layout import KernelPacking
+from moestro.model.kernels.library import KernelPacking
 from moestro.model.kernels.matching import random_rows
 from moestro.model.kernels.packing import TORCH_PACKING, PackedLinear, can_pack
 from moestro.model.kernels.rows import RowwiseWeight, exchange_norm, is_rotation_rowwise

@@ -13,9 +13,7 @@ from torch.nn import functional
 from moestro.model.attention import AttentionForm, Scoring, attend_paged
 from moestro.model.experts.routed import combine
 from moestro.model.kernels.exchange import KernelExperts
-from moestro.model.kernels.kernel_build import KernelBuild, usable_sets
-from moestro.model.kernels.layout import KernelPacking
-from moestro.model.kernels.library import KernelLibrary
+from moestro.model.kernels.library import KernelBuild, KernelLibrary, KernelPacking, usable_sets
 from moestro.model.kernels.matching import is_close, random_rows
 from moestro.model.kernels.paged import KernelAttention
 from moestro.model.pools import KVPools

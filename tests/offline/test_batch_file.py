@@ -22,8 +22,8 @@ from support.running import MOESTRO, Running, call, run_command, wait_until
 from support.text_files import WRITERS
 
 from moestro.cli import main
-from moestro.offline.api_client import ApiAnswer
 from moestro.offline.batch_file import BATCH_PATHS, answer_line
+from moestro.offline.server import ApiAnswer
 
 PACED = ("--model", "qwen3-30b-a3b", "--device", "paced:h20", "--paced-arithmetic", "none")
 GREEDY = {"temperature": 0, "max_tokens": 6, "return_token_ids": True}

@@ -38,7 +38,7 @@ from moestro.wire.messages import (
     decode_to_rank,
     encode,
 )
-from moestro.worker.expert_collection import ExpertCollection
+from moestro.worker.rank_builder import ExpertCollection
 
 NUM_LAYERS, EXPERT_LAYERS, NUM_EXPERTS, NUM_RANKS = 5, (1, 2, 4), 12, 3
 NUM_SPARES = 2

@@ -21,8 +21,7 @@ from moestro.sim.groups.group import Group, OneRank
 from moestro.sim.results import ANSWERED, REFUSED
 from moestro.wire.messages import Add, Outputs, Refused, Shutdown
 from moestro.worker.rank_loop import run_rank
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Rows, Streams
+from moestro.workload.rows import RequestForm, RequestMaker, Rows, Streams
 
 BLOCK_SIZE = 4
 COST = Roofline(RooflineSettings(network=network_named("gpt-oss-20b"), gpu=H20))

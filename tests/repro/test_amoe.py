@@ -13,15 +13,23 @@ from rich.console import Console
 from moestro.cli.main import main
 from moestro.config.run_record import run_record
 from moestro.errors import ConfigError
+from moestro.repro import ReproSettings
 from moestro.repro.amoe.claims import claims_of
 from moestro.repro.amoe.experiment import AmoeExperiment, batch_curve, make_experiment, num_in_progress
-from moestro.repro.amoe.findings import AmoeCell, AmoeFindings, ClosedRun
-from moestro.repro.amoe.loads import LENGTHS, closed_load, closed_throughput, in_progress, open_load
+from moestro.repro.amoe.loads import (
+    LENGTHS,
+    AmoeCell,
+    AmoeFindings,
+    ClosedRun,
+    closed_load,
+    closed_throughput,
+    in_progress,
+    open_load,
+)
 from moestro.repro.amoe.paper import FLFS, MTFS, QUICK, WHOLE, Part, Timing, panel
 from moestro.repro.amoe.systems import ABOUT, ASYNC, EP, EP_STALLS, OVERLAP, REPLICAS, Bed, build
 from moestro.repro.results import Reproduced
 from moestro.repro.runner import reproduce, save_pictures
-from moestro.repro.settings import ReproSettings
 
 LENGTH = LENGTHS["short"]
 LIMITS = (LENGTH.mean_context, LENGTH.longest)

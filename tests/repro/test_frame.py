@@ -13,11 +13,11 @@ from support.small_paper import SmallPaper
 
 from moestro.cli.main import main
 from moestro.errors import ConfigError
-from moestro.repro.grid import GridPlan, PlannedLoad, plan_for
+from moestro.repro import ReproSettings
+from moestro.repro.experiment import GridPlan, PlannedLoad, plan_for
 from moestro.repro.papers import papers
 from moestro.repro.results import StoredClaim
 from moestro.repro.runner import reproduce, save_pictures
-from moestro.repro.settings import ReproSettings
 
 PLAN = GridPlan(
     loads=(

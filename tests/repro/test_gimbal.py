@@ -20,8 +20,18 @@ from moestro.errors import ConfigError
 from moestro.repro.gimbal import GimbalSettings
 from moestro.repro.gimbal.claims import claims_of
 from moestro.repro.gimbal.experiment import GimbalExperiment, make_experiment
-from moestro.repro.gimbal.findings import GimbalCell, GimbalFindings, PrefixCell
-from moestro.repro.gimbal.loads import USERS, Tenants, burstgpt, fitting, shaped_load, tenant_load, user_load
+from moestro.repro.gimbal.loads import (
+    USERS,
+    GimbalCell,
+    GimbalFindings,
+    PrefixCell,
+    Tenants,
+    burstgpt,
+    fitting,
+    shaped_load,
+    tenant_load,
+    user_load,
+)
 from moestro.repro.gimbal.paper import QUICK, GimbalPart, whole
 from moestro.repro.gimbal.systems import (
     BLOCK_SIZE,

@@ -36,7 +36,7 @@ from moestro.repro.testbed import (
 )
 from moestro.routing.registry import ROUTE_POLICIES, policy_from
 from moestro.workload.generated.draws import at_rate
-from moestro.workload.requests import RequestForm, RequestMaker
+from moestro.workload.rows import RequestForm, RequestMaker
 
 TINY = replace(
     QUICK, num_requests=60, sources=("chat", "api_agent"), others=("round_robin", "preble"), has_second_network=True

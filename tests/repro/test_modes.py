@@ -13,13 +13,23 @@ from moestro.cli.main import main
 from moestro.core.experts.expert_table import EMPTY
 from moestro.cost.model import exponential_popularity
 from moestro.errors import ConfigError
-from moestro.repro.amoe.findings import ClosedRun
-from moestro.repro.amoe.loads import LENGTHS, LengthRanges, closed_load, closed_throughput
+from moestro.repro import ReproSettings
+from moestro.repro.amoe.loads import LENGTHS, ClosedRun, LengthRanges, closed_load, closed_throughput
 from moestro.repro.amoe.systems import build
-from moestro.repro.modes.cases import BASE, CASES, QUICK, SYSTEMS, MapCase, UnevenBed, with_copies
-from moestro.repro.modes.experiment import ModesExperiment, ModesFindings, _runs, make_experiment
+from moestro.repro.modes.experiment import (
+    BASE,
+    CASES,
+    QUICK,
+    SYSTEMS,
+    MapCase,
+    ModesExperiment,
+    ModesFindings,
+    UnevenBed,
+    _runs,
+    make_experiment,
+    with_copies,
+)
 from moestro.repro.runner import reproduce, save_pictures
-from moestro.repro.settings import ReproSettings
 from moestro.sim.closed_loop import Replacing
 
 LENGTH = LENGTHS["medium"]

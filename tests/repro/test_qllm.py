@@ -12,7 +12,7 @@ from rich.console import Console
 
 from moestro.config.run_record import run_record
 from moestro.errors import ConfigError
-from moestro.repro.grid import GridPlan
+from moestro.repro.experiment import GridPlan
 from moestro.repro.qllm import QllmSettings
 from moestro.repro.qllm.claims import claims_of
 from moestro.repro.qllm.experiment import QUICK, QllmExperiment, make_experiment

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from support.routers import BLOCK_SIZE, request
 
-from moestro.config.user_code import accept_user_code
+from moestro.config.user_files import accept_user_code
 from moestro.core.load_figures import LoadFigures
 from moestro.errors import ConfigError, NoEngineError
 from moestro.routing.decision_record import (

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from support.routers import request, router
 
-from moestro.config.user_code import accept_user_code
+from moestro.config.user_files import accept_user_code
 from moestro.engine.registry import EVICT_POLICIES
 from moestro.errors import ConfigError
 from moestro.routing.registry import ROUTE_POLICIES, policy_from

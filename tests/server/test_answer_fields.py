@@ -11,7 +11,7 @@ from support.running import Running, call, chat, complete, open_stream
 
 from moestro.server.api.request_builder import ServedModel
 from moestro.server.api.routes import API_PATHS, ApiServer, openapi_document
-from moestro.web.prometheus import Exposition
+from moestro.web.figures import Exposition
 
 IM_END = 2  # A special token of the demo tokenizer, and an end token of the fake rank.
 

@@ -17,7 +17,7 @@ from moestro.server.engines.request_state import MAX_MOVES, Interrupted, Metrics
 from moestro.server.processes.supervisor import Launching, Supervisor
 from moestro.server.processes.watchdog import LivenessTimeouts
 from moestro.web.errors import GenerationError, InternalError
-from moestro.web.prometheus import merge
+from moestro.web.figures import merge
 from moestro.wire.messages import Abort, Add, Failed, Outputs, Phase, Ready, Refused, decode_from_rank, encode
 
 

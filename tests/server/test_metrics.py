@@ -15,7 +15,7 @@ from moestro.core.load_figures import LoadFigures, PassCounts
 from moestro.core.request import FinishReason, ServiceClass
 from moestro.server.engines.request_state import Metrics
 from moestro.server.figures.statistics import StatLines
-from moestro.web.prometheus import Histogram
+from moestro.web.figures import Histogram
 
 # Of the dashboards that are in use (production-stack's, AIBrix', the Gateway API's picker).
 VLLM_NAMES = {

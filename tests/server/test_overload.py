@@ -29,7 +29,7 @@ from support.running import (
 
 from moestro.errors import BusyError
 from moestro.text.thread_pool import PrepareThreads
-from moestro.web.access.control import Access
+from moestro.web.access import Access
 from moestro.web.bodies import Bodies, BodiesFullError
 
 CONFINED = ("--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--max-num-queued-reqs", "4")

@@ -16,8 +16,7 @@ from support.running import Running, chat, complete, metrics, wait_until
 
 from moestro.core.request import FinishReason, Grammar
 from moestro.errors import GrammarTimeoutError, RequestError
-from moestro.grammar.checker import MAX_TRIES, GrammarVerdict
-from moestro.grammar.host import CHECK, TRY
+from moestro.grammar.host import CHECK, MAX_TRIES, TRY, GrammarVerdict
 from moestro.server.api.chat_fields import (
     MAX_GRAMMAR_BYTES,
     MAX_WAITING_CHECKS,

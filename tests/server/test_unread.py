@@ -18,7 +18,7 @@ from moestro.server.api.request_runner import RequestRunner
 from moestro.server.api.responses import CompletionForm, Heading, OpenAIEncoding
 from moestro.server.engines.request_state import UnreadMemory, UnreadStream
 from moestro.text.tokenizer import Tokenizer
-from moestro.web.access.control import Access
+from moestro.web.access import Access
 from moestro.web.errors import Refusals
 from moestro.web.middleware import HttpMiddleware
 from moestro.web.ports.connections import FrontLimits, bound_socket, http_front

@@ -22,8 +22,7 @@ from moestro.sim.cluster import AtTimes, Cluster
 from moestro.sim.groups.group_figures import drawn_visits, least_times, least_work_ns, throughput_bound
 from moestro.sim.groups.lock_step_group import LockStepGroup, expert_parallel
 from moestro.sim.groups.worker_group import GroupLayout, WorkerGroup
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Rows
+from moestro.workload.rows import RequestForm, RequestMaker, Rows
 
 NUM_WORKERS, NUM_SEQS, NUM_TOKENS = 4, 128, 16
 BOUNDS = SchedulerSettings(

@@ -17,8 +17,7 @@ from moestro.sim.cluster import AtTimes, Cluster
 from moestro.sim.groups.group import Group, OneRank
 from moestro.sim.scenario import make_scenario, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Rows
+from moestro.workload.rows import RequestForm, RequestMaker, Rows
 
 BOUNDS = SchedulerSettings(
     num_blocks=4000, block_size=16, max_model_len=2000, max_num_seqs=64, max_num_batched_tokens=256

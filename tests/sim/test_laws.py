@@ -19,8 +19,7 @@ from moestro.sim.cluster import AtTimes, Cluster
 from moestro.sim.groups.group import Barrier, Group, OneRank
 from moestro.sim.results import ANSWERED, PENDING, REFUSED
 from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Rows, Streams
+from moestro.workload.rows import RequestForm, RequestMaker, Rows, Streams
 
 BLOCK_SIZE = 4
 NETWORK = network_named("gpt-oss-20b")

@@ -32,8 +32,7 @@ from moestro.sim.groups.live_placement import (
     with_spare_slots,
 )
 from moestro.sim.groups.lock_step_group import LOCK_STEP, LockStepGroup, expert_parallel, lock_step, slowed
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Rows
+from moestro.workload.rows import RequestForm, RequestMaker, Rows
 
 LAYERS, EXPERTS, RANKS = 4, 8, 2
 STEP_NS = 100_000

@@ -31,8 +31,7 @@ from moestro.sim.groups.lock_step_group import (
 )
 from moestro.sim.groups.worker_group import StagedRank
 from moestro.sim.results import ANSWERED
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Rows
+from moestro.workload.rows import RequestForm, RequestMaker, Rows
 
 BLOCK_SIZE = 4
 BOUNDS = SchedulerSettings(

@@ -14,8 +14,7 @@ from moestro.errors import ConfigError
 from moestro.sim.cluster import IN_NO_TIME, AtTimes, ClosedLoop, Cluster, OutsideTime
 from moestro.sim.groups.group import Group, OneRank
 from moestro.sim.settings import SimEngineSettings
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Rows
+from moestro.workload.rows import RequestForm, RequestMaker, Rows
 
 BOUNDS = SchedulerSettings(
     num_blocks=4000, block_size=16, max_model_len=2000, max_num_seqs=64, max_num_batched_tokens=256

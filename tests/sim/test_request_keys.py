@@ -8,8 +8,7 @@ from moestro.core.request import Request, SamplingParams, Script
 from moestro.core.work import domains_of, named_request_key, request_key
 from moestro.engine.settings import SchedulerSettings
 from moestro.sim.groups.group import FusedSeat
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Rows
+from moestro.workload.rows import RequestForm, RequestMaker, Rows
 
 BOUNDS = SchedulerSettings(num_blocks=100, block_size=4, max_model_len=100, max_num_seqs=8, max_num_batched_tokens=100)
 

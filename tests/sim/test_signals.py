@@ -9,8 +9,7 @@ from moestro.routing.settings import EngineSpec
 from moestro.sim.cluster import AtTimes, Cluster
 from moestro.sim.groups.group import Group, OneRank
 from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Rows, equal_rows
+from moestro.workload.rows import RequestForm, RequestMaker, Rows, equal_rows
 
 MS = 1_000_000
 BOUNDS = SchedulerSettings(num_blocks=100, block_size=16, max_model_len=1600)

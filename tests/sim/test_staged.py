@@ -25,8 +25,7 @@ from moestro.sim.groups.worker_group import StagedRank
 from moestro.sim.plots import save_plots
 from moestro.sim.settings import read_settings
 from moestro.sim.verb import simulate
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Rows
+from moestro.workload.rows import RequestForm, RequestMaker, Rows
 
 BLOCK_SIZE = 4
 MIXTRAL = network_named("mixtral-8x7b")

@@ -18,8 +18,7 @@ from moestro.engine.settings import SchedulerSettings
 from moestro.flow.registry import make_step_policy
 from moestro.sim.cluster import AtTimes, Cluster
 from moestro.sim.groups.worker_group import GroupLayout, WorkerGroup
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Rows
+from moestro.workload.rows import RequestForm, RequestMaker, Rows
 
 NUM_SEQS = 2
 BOUNDS = SchedulerSettings(

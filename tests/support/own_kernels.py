@@ -12,8 +12,7 @@ from parity import tiny
 
 from moestro.model.device import use_threads
 from moestro.model.kernels.exchange import KernelExchange
-from moestro.model.kernels.kernel_build import KernelBuild
-from moestro.model.kernels.library import KernelLibrary
+from moestro.model.kernels.library import KernelBuild, KernelLibrary
 from moestro.model.network import Network
 from moestro.model.settings import ModelSettings
 

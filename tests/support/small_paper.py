@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moestro.repro.grid import GridExperiment
+from moestro.repro.experiment import GridExperiment
 from moestro.repro.results import Cell, Claim, Column, Findings
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.model_outputs import deepseek, glm, harmony, hermes, qwen
 
+from moestro.text.json_text import MAX_ARGUMENT_DEPTH, ObjectText
 from moestro.text.parsing.answer_parser import AnswerParser, merged
-from moestro.text.parsing.object_text import MAX_ARGUMENT_DEPTH, ObjectText
 from moestro.text.parsing.output_parser import TOOL_PARSERS, ToolSpec
 
 TOOLS = (ToolSpec("f", {}),)

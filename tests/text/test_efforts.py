@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moestro.errors import RequestError
-from moestro.text.chats.chat_history import EFFORTS, as_system_messages, nearest_effort, taken_efforts
+from moestro.text.chats.chat_template import EFFORTS, as_system_messages, nearest_effort, taken_efforts
 from moestro.text.tokenizer import Tokenizer
 
 LADDER = (

@@ -12,10 +12,9 @@ from support.running import PATIENCE_S, Running, call, open_stream, wait_until
 
 from moestro.core.processes import network_of
 from moestro.errors import ConfigError
-from moestro.web.access.control import Access, ApiKeys
-from moestro.web.access.origins import Cors
-from moestro.web.access.rate_limits import AtATime, RateLimitError, RequestLimits, RequestRate
+from moestro.web.access import Access, ApiKeys, Cors
 from moestro.web.errors import AuthenticationError, HttpError
+from moestro.web.rate_limits import AtATime, RateLimitError, RequestLimits, RequestRate
 from moestro.web.settings import AccessSettings
 
 PAGE = "https://chat.example"

@@ -15,7 +15,7 @@ from gateway.rig import FakeEngine, looped, rig, say_ok
 from support.running import PATIENCE_S, Running, call, wait_until
 
 from moestro.errors import ConfigError
-from moestro.web.access.control import Access, ApiKeys, KeyFile
+from moestro.web.access import Access, ApiKeys, KeyFile
 from moestro.web.settings import AccessSettings
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.running import MOESTRO, Running, call, free_port, wait_until
 
 from moestro.web import bodies as bodies_module
-from moestro.web.access.control import Access
+from moestro.web.access import Access
 from moestro.web.bodies import (
     MAX_SILENCE_S,
     MIN_BYTES_PER_S,

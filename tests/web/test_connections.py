@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.running import MOESTRO, Running, call, call_admin, free_port
 
 from moestro.errors import ConfigError
-from moestro.web.access.control import Access
+from moestro.web.access import Access
 from moestro.web.errors import Refusals
 from moestro.web.middleware import HttpMiddleware
 from moestro.web.ports.connections import (

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from moestro.errors import RequestError
 from moestro.server.admin import admin_runner
 from moestro.web import bodies as bodies_module
-from moestro.web.access.control import Access
+from moestro.web.access import Access
 from moestro.web.bodies import FREE_BYTES, MAX_MEMBERS, MAX_RATIO, Bodies, Unpacker, coding_in, unpacked
 from moestro.web.errors import ContentEncodingError, HttpError, Refusals, error_json
 from moestro.web.middleware import HttpMiddleware

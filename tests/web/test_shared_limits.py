@@ -8,9 +8,9 @@ import signal
 
 import pytest
 
-from moestro.web.access import rate_limits
-from moestro.web.access.control import Access, ApiKeys
-from moestro.web.access.rate_limits import (
+from moestro.web import rate_limits
+from moestro.web.access import Access, ApiKeys
+from moestro.web.rate_limits import (
     AtATime,
     ProcessLimits,
     RateLimitError,

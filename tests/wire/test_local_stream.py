@@ -8,8 +8,8 @@ import struct
 
 import pytest
 
-from moestro.wire.local_stream import FrameError, FrameReader, LocalStream
 from moestro.wire.messages import MAX_MESSAGE_BYTES
+from moestro.wire.sockets import FrameError, FrameReader, LocalStream
 
 
 def frame(message: bytes) -> bytes:

@@ -28,7 +28,6 @@ from moestro.core.scheduling_events import SequenceLeft
 from moestro.errors import ConfigError, NoEngineError
 from moestro.server.engines.rank_socket import RankSocket
 from moestro.server.processes.start_checks import private_directory
-from moestro.wire.local_stream import LocalStream, local_path
 from moestro.wire.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -44,7 +43,7 @@ from moestro.wire.messages import (
     encode,
     identity_of,
 )
-from moestro.wire.sockets import allow_ipv6, new_curve_keys
+from moestro.wire.sockets import LocalStream, allow_ipv6, local_path, new_curve_keys
 from moestro.worker.channel import Beats, Channel
 from moestro.worker.rank_loop import _LOOK_AGAIN_S, SideJobs, run_rank
 

@@ -7,7 +7,7 @@ import numpy as np
 from moestro.core.work import StepResult
 from moestro.placement.settings import ExpertLoadSettings
 from moestro.wire.messages import ExpertReport, ReadExperts, load_of
-from moestro.worker.expert_collection import ExpertCollection
+from moestro.worker.rank_builder import ExpertCollection
 
 SLOT = np.zeros(1, np.int64)
 

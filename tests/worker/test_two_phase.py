@@ -24,7 +24,7 @@ from moestro.model import channels
 from moestro.model.channels import TensorChannels
 from moestro.wire.hop_frames import AnnouncedHop, Announcement, Hello, Meet
 from moestro.worker import two_phase
-from moestro.worker.group_process import _two_phase as two_phase_of
+from moestro.worker.rank_process import _two_phase as two_phase_of
 from moestro.worker.two_phase import MAX_MEETINGS, TwoPhase, TwoPhaseLinks
 
 LIMIT, WIDTH = 10, 4  # bytes: tensors of three rows and more go on a channel

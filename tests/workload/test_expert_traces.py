@@ -7,7 +7,7 @@ import pytest
 import zstandard
 
 from moestro.errors import ConfigError
-from moestro.workload.experts.expert_traces import read_expert_counts, read_routing
+from moestro.workload.experts.expert_profile import read_expert_counts, read_routing
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces"
 EXPERTS = np.arange(5 * 3 * 2, dtype=np.uint8).reshape(5, 3, 2) % 8

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moestro.workload.generated.prompts import WORDS, PromptKey, text, token_ids
+from moestro.workload.generated.draws import WORDS, PromptKey, text, token_ids
 from moestro.workload.rows import Rows, equal_rows
 
 KEY = PromptKey(3, 1)

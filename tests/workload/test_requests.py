@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from moestro.core.hashing import HASH_BYTES, hash_blocks, hash_key, split_hashes
 from moestro.core.request import ServiceClass
 from moestro.errors import ConfigError
-from moestro.workload.generated.prompts import PromptKey, token_ids
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Rows, Streams, equal_rows
+from moestro.workload.generated.draws import PromptKey, token_ids
+from moestro.workload.rows import RequestForm, RequestMaker, Rows, Streams, equal_rows
 
 KEY = hash_key("a model")
 PROMPTS = PromptKey(3, 1)

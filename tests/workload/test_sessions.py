@@ -16,8 +16,7 @@ from moestro.workload.generated.sessions import (
     steady_rows,
     steady_sessions,
 )
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import labelled
+from moestro.workload.rows import RequestForm, RequestMaker, labelled
 from moestro.workload.statistics import measure
 
 S = 1_000_000_000

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from moestro.core.hashing import split_hashes
 from moestro.workload.generated.sessions import CHAT, steady_rows
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Rows, equal_rows
+from moestro.workload.rows import RequestForm, RequestMaker, Rows, equal_rows
 from moestro.workload.statistics import measure
 from moestro.workload.traces.reading import read_trace
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from moestro.errors import ConfigError
-from moestro.workload.traces.vllm_run import read_vllm_run
+from moestro.workload.traces.request_record import read_vllm_run
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces" / "vllm019_qwen3_30b_a3b_dp2ep2_requests.jsonl.zst"
 S = 1_000_000_000

@@ -30,7 +30,7 @@ from moestro.engine.settings import SchedulerSettings
 from moestro.placement.settings import ExpertLoadSettings
 from moestro.wire.messages import Add, FromRank, Outputs, Shutdown, ToRank
 from moestro.worker.channel import Channel
-from moestro.worker.expert_collection import ExpertCollection
+from moestro.worker.rank_builder import ExpertCollection
 from moestro.worker.rank_loop import run_rank
 
 # Tokens, or less in a shorter context: of the answers that decode all the time and their prompts, and of other prompts.

@@ -12,8 +12,7 @@ from cyclopts.config import Env
 from rich.console import Console
 
 from moestro import __version__
-from moestro.config.config_sources import ConfigFile, Origins
-from moestro.config.flag_values import SuffixedNumbers, VllmValues
+from moestro.config.config_sources import ConfigFile, Origins, SuffixedNumbers, VllmValues
 from moestro.errors import ConfigError
 
 ORIGINS = Origins()

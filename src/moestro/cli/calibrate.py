@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from moestro.calibrate.settings import MODEL_GROUP, MeasuredModel, Measuring, Range, ServerProbing
 from moestro.cli.app import app, loading, require_extra
 from moestro.config.cores import thread_environment
-from moestro.config.output_files import check_files
+from moestro.config.user_files import check_files
 from moestro.core.setting_checks import flag_of
 from moestro.errors import ConfigError
 from moestro.model.settings import DEMO_MODEL

@@ -44,7 +44,7 @@ def chat(
     """
     from rich.console import Console
 
-    from moestro.offline.owned_server import any_server
+    from moestro.offline.server import any_server
     from moestro.offline.terminal_chat import Conversation, TerminalChat, first_model, line_reader
 
     given = {"max_tokens": max_tokens, "temperature": temperature}

@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions
 from rich.markdown import Markdown
 
 from moestro.cli.app import app, uncollected
-from moestro.config.user_code import accept_user_code
+from moestro.config.user_files import accept_user_code
 from moestro.config.vllm_flags import without_vllm_flags
 from moestro.errors import ConfigError, MoestroError
 

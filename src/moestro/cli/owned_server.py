@@ -1,4 +1,4 @@
-"""The process of a server that belongs to its parent (`moestro.offline.owned_server`). It is no verb.
+"""The process of a server that belongs to its parent (`moestro.offline.server`). It is no verb.
 
 Standard output carries reports, one a line. The end of standard input is the end of the parent, and stops the server.
 """
@@ -17,10 +17,10 @@ from cyclopts import CycloptsError
 from moestro.cli.app import app
 from moestro.cli.serve import run_serve, serve  # noqa: F401 the import registers the verb
 from moestro.config.serve_settings import ServeSettings
-from moestro.config.user_code import accept_user_code
+from moestro.config.user_files import accept_user_code
 from moestro.config.vllm_flags import without_vllm_flags
 from moestro.errors import ConfigError, MoestroError
-from moestro.offline.owned_server import ServerReport
+from moestro.offline.server import ServerReport
 
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 

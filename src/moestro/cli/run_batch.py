@@ -40,9 +40,8 @@ def run_batch(
     api_key
         Key of the running server. MOESTRO_API_KEY keeps it out of the process list.
     """
-    from moestro.offline.api_client import BackgroundLoop
     from moestro.offline.batch_file import open_output, read_batch, run_lines, summary
-    from moestro.offline.owned_server import any_server
+    from moestro.offline.server import BackgroundLoop, any_server
     from moestro.workload.progress import progress
 
     lines = read_batch(input_file)

@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from moestro.cli.app import app, loading, require_extra
-from moestro.config.output_files import check_files, check_folder
+from moestro.config.user_files import check_files, check_folder
 from moestro.core.setting_checks import CheckedSettings, above, at_least
 from moestro.errors import ConfigError
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from moestro.config.linux_process import cpu_limit, usable_cores
 from moestro.config.serve_settings import ServeSettings
-from moestro.config.user_code import accept_user_code
+from moestro.config.user_files import accept_user_code
 
 # Runs independent jobs in several processes, on all cores of this machine.
 

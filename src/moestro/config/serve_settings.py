@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from moestro.config.kv_events_settings import KvEventsSettings, kv_events_from
+from moestro.config.launch_spec import KvEventsSettings, kv_events_from
 from moestro.core.setting_checks import PORT, CheckedSettings, at_least, between
 from moestro.cost.settings import PACED, PACED_NETWORK, PACED_QLLM, PacedOptions, PacedSettings, overridden_popularity
 from moestro.engine.settings import SchedulerOptions

@@ -1,8 +1,7 @@
 """What servers keep of their clients: state in bounded memory, a queue that serves them in turn, and limits of texts.
 
 A client is what `web.access.Access.client_of` returns: the key where several keys tell clients apart, else the address.
-
-A foreign JSON text is measured before it is decoded: decoding takes neither long nor all of the stack.
+Its JSON texts are measured before they are decoded, so that decoding takes neither long nor all of the stack.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
 A block's hash covers its tokens and, through its parent's hash, all tokens before it. The key separates models,
 adapters and salts, so that a tenant with its own salt can neither hit nor probe another tenant's blocks.
 
-The tree has runs of blocks that prompts share, and the number of prompts of each holder in each run.
-
-A prompt is the list of its blocks' names. A name covers all blocks before its own (`core.hashing`), so the name of its
-first block finds a run, in any prompt. Runs are cut only where prompts differ: a prompt of a thousand blocks is a few
-runs. To add, drop or find it costs a few dictionary look-ups and memory comparisons, not a thousand.
+The tree has runs of blocks that prompts share, and the number of prompts of each holder in each run. A prompt is the
+list of its blocks' hashes, the first of which finds a run, in any prompt. Runs are cut only where prompts differ: a
+prompt of a thousand blocks is a few runs. To add, drop or find it costs a few dictionary look-ups and memory
+comparisons, not a thousand.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Processes: names of workers, keys of sockets between machines, hosts, and failures that must not end a process.
 
-Side jobs are records, and what explains them. pyo3 raises a panic of a library in Rust as a `BaseException`, which no
-`except Exception` stops.
+A side job, such as a record, may fail while its process serves on. pyo3 raises a panic of a library in Rust as a
+`BaseException`, which no `except Exception` stops; here it becomes an exception.
 """
 
 from __future__ import annotations

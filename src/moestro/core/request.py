@@ -1,11 +1,8 @@
 """Requests of clients and the outputs they get: frozen values that travel between processes; and the model's facts.
 
-A grammar is what an answer has to follow.
-
-A mask is a function of the grammar and of the answer's tokens so far, like all changes to logits. Neither the batch,
-nor a chunk, nor a preemption, nor another engine changes it.
-
-A script is the future of a replayed request, which no policy sees.
+A grammar says what an answer must follow. Its masks are functions of the grammar and of the answer's tokens so far,
+like all changes to logits: neither the batch, nor a chunk, nor a preemption, nor another engine changes them. A script
+is the future of a replayed request, which no policy sees.
 """
 
 from __future__ import annotations

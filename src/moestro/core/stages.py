@@ -3,9 +3,8 @@
 A token in flight occupies a *row* of the device while it is in the network: its residual stream. From a layer's gate
 until the next attention has added the experts' contributions, it also occupies a *place*: the input of its experts, and
 one slot for each contribution. The executor allocates both. *Guest places* hold the inputs and contributions of tokens
-whose rows are on other devices; their numbers follow those of the device's own places.
-
-A message between attention and expert workers has a header, one record a (token, choice), and the rows of a tensor.
+whose rows are on other devices; their numbers follow those of the device's own places. The messages that bring them
+have a header, one record a (token, choice), and the rows of a tensor.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 A *unit* is the atom of work: consecutive tokens of one sequence in one pass (decode: one token; prefill: a chunk).
 A *device* does work; an *executor* decides in which pieces.
 
-Drawn routing recognises a token by its key: the same in any engine, slot, batch and mode.
-
-A token key holds the source domain, the request and the position of a token. A request key is the token key of
-position 0, so a token's key is its request's key plus its position.
+A token's key names it in any engine, slot, batch and mode, for routing that is drawn and not computed. It holds the
+source domain, the request and the position. A request's key is the key of its position 0, and a token's key is that
+plus its position.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Links between GPUs, and collectives over them: what a message costs its sender, and when it arrives.
 
 Messages of one sender over one link follow one another. Prices are those of NCCL's point-to-point calls, because AMoE
-sends by NCCL (section 3.5) and its constants are public.
-
-Collectives are for baselines that exchange in lock-step, between a layer's attention and its experts.
+sends by NCCL (section 3.5) and its constants are public. Collectives are for baselines that exchange in lock-step,
+between a layer's attention and its experts.
 """
 
 from __future__ import annotations

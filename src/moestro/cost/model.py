@@ -1,9 +1,8 @@
 """The interface of cost models, and the experts that a step touches. Prices are integer nanoseconds.
 
-The popularity of experts and their placement give the activated experts and the token copies on each rank.
-
-In decode, experts take as long as reading their weights does, so the number of *activated* experts decides. In prefill,
-arithmetic dominates, so the number of token copies on the busiest rank decides.
+The popularity of experts and their placement give the activated experts and the token copies on each rank. In decode,
+experts take as long as reading their weights does, so the number of *activated* experts decides. In prefill, arithmetic
+dominates, so the number of token copies on the busiest rank decides.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Networks as a cost model sees them: the sizes of their products, not the products.
 
 A network is a stack of layer groups, alike within a group: GPT-OSS alternates full attention and a window, DeepSeek-V3
-begins with three dense layers. Every named network is its published `config.json`, read by `hf_config`.
+begins with three dense layers. Every named network is its published `config.json`. The file of any other decoder can be
+read too, if its fields have the usual names.
 
-A Hugging Face `config.json` of any decoder with the usual field names is read. One GPU's share under tensor
-parallelism is a separate network, which every cost model can price.
-
-Attention is divided by heads, MLPs and experts by their intermediate size, the vocabulary by rows (Megatron-LM,
-arXiv 1909.08053). All-reduces are not part of the share.
+One GPU's share under tensor parallelism is a separate network, which every cost model can price. Attention is divided
+by heads, MLPs and experts by their intermediate size, the vocabulary by rows (Megatron-LM, arXiv 1909.08053).
+All-reduces are not part of the share.
 """
 
 from __future__ import annotations

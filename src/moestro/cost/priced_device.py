@@ -5,10 +5,8 @@ A script is the hidden future of a replayed request (`core.request.Script`). The
 a unit ends, never on how often the sequence was computed. A preempted sequence is recomputed with its generated tokens
 as part of its prompt, and continues at the same place.
 
-A device in stages runs pieces one after the other.
-
-A gate draws the experts that a token visits. The driver supplies the results of units: a script on virtual time, or the
-responder of a paced device.
+A device in stages runs pieces one after the other, and a gate draws the experts that a token visits. The driver
+supplies the results of units: a script on virtual time, or the responder of a paced device.
 """
 
 from __future__ import annotations

@@ -4,13 +4,9 @@ A step of an expert-parallel group costs (`docs/costs.md` has the whole model, i
 
     host + head + sum over layers of max over ranks of [dense + attention + small + 2 all-to-all + experts]
 
-Prices inside are integer picoseconds. Sums and maxima of integers do not depend on the order of summation, so k decode
-steps priced at once equal k steps exactly.
-
-Each kernel is the longer of reading and computing, at fitted efficiency.
-
-The model and its constants come from tables of single operations (AIConfigurator's and Frontier's grids, InferSim's
-utilisations). `docs/costs.md` states the model and compares it with published end-to-end figures.
+Each kernel is the longer of reading and computing, at efficiencies that are fitted to tables of single operations
+(AIConfigurator's and Frontier's grids, InferSim's utilisations). Prices inside are integer picoseconds. Sums and maxima
+of integers do not depend on the order of summation, so k decode steps priced at once equal k steps exactly.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cost models from measurements: tables of `moestro calibrate`, and the stage times of QLLM's and AMoE's papers.
 
-The file is JSON (`Table` below). It holds times of single steps on one machine with one
-checkpoint, for prefill chunks over (new, cached) tokens and decodes over (sequences, context), and the scheduler's.
+A table's file is JSON (`Table` below). It holds times of single steps on one machine with one checkpoint, for prefill
+chunks over (new, cached) tokens and decodes over (sequences, context), and the scheduler's.
 
     step = decode(D, C / D) + tokens(n) - tokens(D) + sum over chunks of [own(q) * q + reading(q) * c] + host
 
@@ -10,11 +10,10 @@ queries attend to each other. `reading(q)` is a chunk's cost for each token cach
 and beyond the last, these are straight lines. `largest` says how far the measurements reach, and `beyond` what exceeded
 that.
 
-QLLM's and AMoE's steps are far from a roofline.
-
-Both run a layer in stages that cost a constant and a part for each token; much of it is the engines' own code.
-The papers publish totals. Their split into stages is an assumption, stated beside each constant.
-For AMoE's design with other code than its prototype's, `Roofline` prices kernels, and `HostOverhead` adds the host.
+QLLM's and AMoE's steps are far from a roofline: a stage of a layer costs a constant and a part for each token, much of
+it the engines' own code. The papers publish totals, and their split into stages is an assumption, stated beside each
+constant. For AMoE's design with other code than its prototype's, `Roofline` prices kernels, and `HostOverhead` adds the
+host.
 """
 
 from __future__ import annotations

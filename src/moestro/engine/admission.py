@@ -1,9 +1,7 @@
 """Admission of waiting sequences, and preemption of running ones: who finds a slot and KV blocks, and who frees them.
 
-Admission only reads the scheduler's state.
-
-Preempting a sequence frees KV blocks; preempting a batch (`flow`) frees the device and no block. The choice has one
-effect on the state: a chosen sequence's unit in flight is recalled.
+Preempting a sequence frees KV blocks; preempting a batch (`flow`) frees the device and no block. Admission only reads
+the scheduler's state. Preemption changes it in one way: the unit in flight of the chosen sequence is recalled.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from moestro.core.work import Slots
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.event_recorder import EventRecorder
 from moestro.engine.host_tier import HostTier
-from moestro.engine.policy_contract import EvictPolicy
+from moestro.engine.registry import EvictPolicy
 from moestro.engine.sequences import Sequence, SequenceTable
 from moestro.engine.waiting import ClientShares, WaitingQueue
 

@@ -28,8 +28,7 @@ from moestro.core.scheduling_events import (
 )
 from moestro.core.views import EvictView, Victim, WaitingView
 from moestro.core.work import StepVisits
-from moestro.engine.policy_contract import EvictPolicy
-from moestro.engine.registry import EVICT_POLICIES, ORDER_POLICIES
+from moestro.engine.registry import EVICT_POLICIES, ORDER_POLICIES, EvictPolicy
 from moestro.engine.sequences import Sequence
 from moestro.engine.waiting import WaitingQueue, view_of_one
 from moestro.errors import ConfigError

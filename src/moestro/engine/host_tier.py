@@ -5,14 +5,11 @@ the memory holds full blocks under their hashes, as the prefix cache does:
 
 1. The blocks that the pool would evict next are copied to the host before they are evicted (`write_ahead`). A block
    that is evicted before its turn is copied with the plan that takes its place.
-2. A prompt's prefix is looked up in both tiers. Blocks of the host tier are copied into blocks of the device before the
-   plan that reads them, and are then cached there.
+2. A prompt's prefix is looked up in both tiers. What the host has is copied or computed again, whichever is cheaper:
+   copied blocks are in the device before the plan that reads them, and are then cached there.
 3. Kept KV takes the place of cached blocks, and a cached block that of an older one. Blocks that the device holds too,
    and does not evict soon, go first; then the least recently used ones.
-
-A block whose parent is in neither tier can hit nothing, so it leaves both (`forgotten`).
-
-A prefix in host memory is copied or computed again, whichever is cheaper.
+4. A block whose parent is in neither tier can hit nothing, so it leaves both (`forgotten`).
 
 Copies are collected until the next plan and go with it: first those out of the device, then those into it, then the
 plan's units. A host block that is read by the next plan is therefore not written before that plan.

@@ -1,7 +1,7 @@
 """One rank: a scheduler and an executor, and the one loop step that joins them. Its driver owns time and transport.
 
-The fused executor runs one whole forward pass for each plan; tests compare the other executors with it.
-A rank's driver publishes the changes of its prefix cache.
+The fused executor runs one whole forward pass for each plan; tests compare the other executors with it. The driver also
+publishes the changes of the rank's prefix cache, which are collected here.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class NextStep:
 
 
 class ExpertObserver(Protocol):
-    """Learns which experts the tokens of each step visited; `worker.expert_collection` has one."""
+    """Learns which experts the tokens of each step visited; `worker.rank_builder` has one."""
 
     def observe(self, result: StepResult) -> None:
         """Take in a step with `expert_counts`. An error must not leave this method: it would end the rank."""

@@ -22,7 +22,7 @@ from moestro.engine.admission import AdmissionNeeds
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.event_recorder import EventRecorder
 from moestro.engine.host_tier import HostTier
-from moestro.engine.policy_contract import SharePolicy
+from moestro.engine.registry import SharePolicy
 from moestro.engine.sequences import (
     CAPACITY,
     COMPUTED,

@@ -9,8 +9,15 @@ from cyclopts import Parameter
 
 from moestro.core.order_contract import OrderPolicy
 from moestro.core.setting_checks import CheckedSettings, at_least, name_of
-from moestro.engine.policy_contract import BatchPolicy, EvictPolicy, SharePolicy
-from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES, SHARE_POLICIES
+from moestro.engine.registry import (
+    BATCH_POLICIES,
+    EVICT_POLICIES,
+    ORDER_POLICIES,
+    SHARE_POLICIES,
+    BatchPolicy,
+    EvictPolicy,
+    SharePolicy,
+)
 from moestro.errors import ConfigError
 
 

@@ -1,8 +1,7 @@
 """Waiting queue of one rank: columns for the order policy, objects for the scheduler, and the shares of clients.
 
-Shares say which waiting sequences may claim a place, and whose sequences give way for them.
-
-Nothing here matters while one client has all sequences.
+Shares say which waiting sequences may claim a place, and whose sequences give way for them. They have no effect while
+one client has all sequences.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from moestro.core.request import Request
 from moestro.core.views import BE, LS, BatchLimits, ShareView, WaitingView
 from moestro.core.work import Int32s, Slots
 from moestro.engine.block_pool import BlockPool
-from moestro.engine.policy_contract import SharePolicy
+from moestro.engine.registry import SharePolicy
 from moestro.engine.sequences import Sequence, SequenceTable
 from moestro.errors import PromptTooLongError
 

@@ -46,8 +46,8 @@ from moestro.core.stages import (
 from moestro.core.views import LS, Run, StepPolicy, Wait
 from moestro.core.work import Int32s, Plan, PlanWanted, Slots, StepResult
 from moestro.errors import InvariantError
+from moestro.flow.admission import Door, GuestDesk, LonePlan
 from moestro.flow.dispatcher import Dispatcher, Owed, PeerSettings
-from moestro.flow.door import Door, LonePlan
 from moestro.flow.events import (
     Arrived,
     Command,
@@ -62,7 +62,6 @@ from moestro.flow.events import (
     Tick,
     Withdraw,
 )
-from moestro.flow.guest_desk import GuestDesk
 from moestro.flow.guests import Guests, Pairs, all_pairs, split_pairs
 from moestro.flow.items import ItemMaker, LaunchedItem
 from moestro.flow.micro_queues import MicroQueues

@@ -20,16 +20,14 @@ from moestro.gateway.engines.upstream import Address, Pool
 from moestro.gateway.settings import AdminSettings, EngineSettings, EngineUrl, is_loopback, parsed_ranks
 from moestro.routing.decision_log import DecisionLog
 from moestro.routing.policy_contract import FRESH_NS
-from moestro.web.access.control import Access
-from moestro.web.access.origins import only_programs
+from moestro.web.access import Access, only_programs
 from moestro.web.bodies import Bodies
 from moestro.web.errors import HttpError, Refusals
+from moestro.web.figures import CONTENT_TYPE, LiveStatistics, limit_in, page_routes
 from moestro.web.middleware import HttpMiddleware
 from moestro.web.ports.faults import Faults
 from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S
 from moestro.web.ports.tls import EngineTls
-from moestro.web.prometheus import CONTENT_TYPE
-from moestro.web.statistics import LiveStatistics, limit_in, page_routes
 
 logger = logging.getLogger(__name__)
 

@@ -48,16 +48,15 @@ from moestro.routing.router import Router
 from moestro.routing.scrape import SCRAPED_FIGURES
 from moestro.routing.settings import RouterSettings
 from moestro.text.thread_pool import PrepareThreads
-from moestro.web.access.control import Access
-from moestro.web.access.rate_limits import ProcessLimits
+from moestro.web.access import Access
 from moestro.web.errors import AnthropicErrorBody, ErrorBody
+from moestro.web.figures import Exposition, LiveStatistics
 from moestro.web.openapi import EMPTY, ApiPath, document_of
 from moestro.web.page import HEALTH_PATHS, PAGE_PATHS, PUBLIC, READY_PATHS
 from moestro.web.ports.connections import FrontLimits
 from moestro.web.ports.faults import Faults
-from moestro.web.prometheus import Exposition
+from moestro.web.rate_limits import ProcessLimits
 from moestro.web.record_file import RecordFile, read_clocks, record_key
-from moestro.web.statistics import LiveStatistics
 from moestro.web.tracing import SpanSink
 
 _PROBES = frozenset({*HEALTH_PATHS, *READY_PATHS})

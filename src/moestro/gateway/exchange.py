@@ -38,7 +38,7 @@ from moestro.gateway.tracing import RouterTraces
 from moestro.routing.decision_log import DecisionLog
 from moestro.routing.health import Origin, RetryBudget
 from moestro.routing.router import RouteDecision
-from moestro.web.access.control import Access
+from moestro.web.access import Access
 from moestro.web.errors import GenerationError, HttpError, InternalError, error_body
 from moestro.web.ports.faults import Faults
 from moestro.wire import load_report

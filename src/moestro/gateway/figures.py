@@ -22,10 +22,9 @@ from moestro.routing.health import BreakerState, Condition
 from moestro.routing.kv_events import KvFeed
 from moestro.web.banner import Banner, curl_line
 from moestro.web.errors import is_client_error, is_overload
+from moestro.web.figures import Durations, EngineStatistics, LiveStatistics, buckets
 from moestro.web.ports.faults import Faults
-from moestro.web.prometheus import buckets
 from moestro.web.record_file import RecordFile
-from moestro.web.statistics import Durations, EngineStatistics, LiveStatistics
 
 _MAX_SHOWN = 16
 

@@ -1,10 +1,8 @@
 """Exchange with other routers (`routing/replication/`): sends them this router's requests, and applies theirs.
 
-Both ends of a channel prove the shared key, then exchange frames that no stranger can forge.
-
-A frame is its length (4 bytes), its code (16 bytes) and a part of a compressed stream, in which repeated names of
-blocks and URLs cost next to nothing. Without TLS frames are not encrypted: they name engines by URLs, blocks by hashes,
-sessions and users.
+Both ends of a channel prove the shared key, then exchange frames that no stranger can forge. A frame is its length
+(4 bytes), its code (16 bytes) and a part of a compressed stream, in which repeated names of blocks and URLs cost next
+to nothing. Without TLS frames are not encrypted: they name engines by URLs, blocks by hashes, sessions and users.
 """
 
 from __future__ import annotations

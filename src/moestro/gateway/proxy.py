@@ -35,14 +35,14 @@ from moestro.gateway.engines.fleet import Fleet, RoutedEngine
 from moestro.gateway.exchange import Exchange, ExchangeContext, RunningRequest
 from moestro.gateway.resume.request import ResumableRequest
 from moestro.routing.health import Condition
-from moestro.web.access.control import UNLIMITED, Access
+from moestro.web.access import UNLIMITED, Access
 from moestro.web.bodies import coding_in, unpacked
 from moestro.web.errors import AuthenticationError, HttpError, InternalError, UnknownModelError, base_url_hint
+from moestro.web.figures import CONTENT_TYPE
 from moestro.web.openapi import DOCS_HEADERS, docs_page
 from moestro.web.page import PAGE_HEADERS, PAGE_PATHS, PROBES, PUBLIC, VERSION_BODY, page_file, probe_status
 from moestro.web.ports.faults import LogLimit
 from moestro.web.ports.lifecycle import PauseMeter
-from moestro.web.prometheus import CONTENT_TYPE
 
 logger = logging.getLogger(__name__)
 

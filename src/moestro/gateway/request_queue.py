@@ -20,7 +20,7 @@ from moestro.core.request import Request, ServiceClass
 from moestro.errors import QueueBoundError, QueueTimeoutError, RequestError
 from moestro.gateway.engines.fleet import Fleet
 from moestro.routing.route_queue import EngineSaturation, Group, QueuedRequest, RouteQueue
-from moestro.web.prometheus import Histogram, buckets
+from moestro.web.figures import Histogram, buckets
 
 _WAIT_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 _UNAVAILABLE = 503

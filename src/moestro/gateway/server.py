@@ -22,7 +22,6 @@ from moestro.gateway.clients.request_body import PromptReader
 from moestro.gateway.figures import RouteLines, RouteSummary, route_banner
 from moestro.gateway.proxy import sweep_forever
 from moestro.gateway.settings import ROUTE_NEEDS, EngineUrl, RouteSettings
-from moestro.web.access.rate_limits import ProcessLimits, SharedLimits
 from moestro.web.banner import log_forever, print_banner
 from moestro.web.ports.connections import (
     MAX_OPERATOR_CONNECTIONS,
@@ -38,6 +37,7 @@ from moestro.web.ports.connections import (
 from moestro.web.ports.faults import Faults, Port
 from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, process_age_s, run_server, stop_with, wait_until
 from moestro.web.ports.tls import ServerTls
+from moestro.web.rate_limits import ProcessLimits, SharedLimits
 from moestro.web.tracing import open_sink
 
 logger = logging.getLogger(__name__)

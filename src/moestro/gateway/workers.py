@@ -34,15 +34,14 @@ from moestro.gateway.clients.request_body import PromptReader
 from moestro.gateway.figures import RouteSummary, route_banner
 from moestro.gateway.server import WorkerPlace, WorkerStarts, route
 from moestro.gateway.settings import ROUTE_NEEDS, AdminSettings, RouteSettings
-from moestro.web.access.rate_limits import SharedLimits
 from moestro.web.banner import print_banner
 from moestro.web.bodies import Bodies
 from moestro.web.errors import HttpError
+from moestro.web.figures import CONTENT_TYPE, Durations, EngineStatistics, LiveStatistics, limit_in
 from moestro.web.ports.connections import MAX_OPERATOR_CONNECTIONS, FrontLimits, bound_socket, http_front, url_of
 from moestro.web.ports.faults import Faults, Port
 from moestro.web.ports.lifecycle import EXIT_S, Lifecycle, process_age_s, run_server, set_up_logging, stop_with
-from moestro.web.prometheus import CONTENT_TYPE
-from moestro.web.statistics import Durations, EngineStatistics, LiveStatistics, limit_in
+from moestro.web.rate_limits import SharedLimits
 
 logger = logging.getLogger(__name__)
 

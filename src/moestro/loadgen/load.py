@@ -20,8 +20,19 @@ from numpy.typing import NDArray
 from moestro.errors import ConfigError
 from moestro.loadgen.client import BenchClient, Endpoint
 from moestro.loadgen.settings import ArrivalSettings, BenchSettings, EndpointSettings, EndpointType, RequestSettings
-from moestro.workload.generated.draws import at_rate, constant, draw_shape, faster, gamma, poisson, replay, weibull
-from moestro.workload.generated.prompts import PromptKey, text, token_ids
+from moestro.workload.generated.draws import (
+    PromptKey,
+    at_rate,
+    constant,
+    draw_shape,
+    faster,
+    gamma,
+    poisson,
+    replay,
+    text,
+    token_ids,
+    weibull,
+)
 from moestro.workload.generated.sessions import SHAPES, steady_rows
 from moestro.workload.rows import Rows, equal_rows
 from moestro.workload.run_records import RecordBook, Records

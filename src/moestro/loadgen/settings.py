@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from moestro.config.output_files import check_files
+from moestro.config.user_files import check_files
 from moestro.core.setting_checks import CheckedSettings, above, at_least
 from moestro.errors import ConfigError
 from moestro.workload.generated.draws import Shape

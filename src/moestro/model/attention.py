@@ -1,19 +1,18 @@
-"""Attention of a step over paged K and V, registered with transformers' attention interface; latent attention.
+"""Attention of a step over paged K and V, registered with transformers' attention interface; latent attention (MLA).
 
 transformers calls these functions from its own network definitions, with one "batch" row that holds all units end to
 end. Keyword arguments of the network's call arrive here too, and carry the step. No mask function is registered on
 purpose: transformers builds no mask for a name that it does not know.
 
-Multi-head latent attention (MLA): the pools keep a token's compressed K and V, one row for all heads.
-
-DeepSeek's attention makes K and V of every head from a latent of `kv_lora_rank` entries, and gives all heads the same
-rotated part of K. transformers keeps both compressed between steps, and expands them in `expand_kv` before it attends:
+DeepSeek's latent attention makes K and V of every head from a latent of `kv_lora_rank` entries, and gives all heads the
+same rotated part of K. transformers keeps both compressed between steps, and expands them in `expand_kv` before it
+attends:
 
     score(h) = q_nope(h) . (W_UK(h) c) + q_rope(h) . k_rope        out(h) = W_UV(h) sum(weight * c)
 
 Here the first product is (W_UK(h)^T q_nope(h)) . c instead, and W_UV(h) multiplies the sum. So a query attends to rows
-(c, k_rope) of the pools, which all heads share, and whose first entries are the values too. The sums are the same ones
-in another order, at any length and in any chunk.
+(c, k_rope) of the pools, one for each token, which all heads share, and whose first entries are the values too. The
+sums are the same ones in another order, at any length and in any chunk.
 
 The module's forward stays transformers': only its `expand_kv` is replaced, and only for Moestro's attention functions.
 A query's products with K and V take 2 (2 r + rope) operations a head and key in place of 2 (nope + rope + v).

@@ -24,7 +24,7 @@ from moestro.model.experts.expert_slots import keep_experts, pack_experts
 from moestro.model.experts.gate_override import GateOverride, GateShape
 from moestro.model.experts.routed import Routing, is_experts, tag_experts
 from moestro.model.kernels.exchange import KernelExchange
-from moestro.model.kernels.kernel_build import KernelBuild
+from moestro.model.kernels.library import KernelBuild
 from moestro.model.kernels.packing import can_pack, leave_files, pack_linears
 from moestro.model.pools import KVPools
 from moestro.model.sampler import find_peaks

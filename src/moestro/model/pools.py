@@ -1,13 +1,11 @@
-"""Paged K and V: one pool of slots per layer and kind, in the shape that the layer's attention writes.
+"""Paged K and V: one pool of slots per layer and kind, in the shape that the layer's attention writes, and host pools.
 
 A layer whose values are the first entries of its keys has one pool: its V is a view into K.
 
 Slot `block * block_size + i` holds the i-th token of a block. Two slots that no block owns follow the blocks: a scratch
 slot for K and V that must not be kept, and a slot that stays zero (see `step`).
 
-Blocks in host memory lie beside them.
-
-All layers' K and V of a block lie end to end in host memory, so that a block is one copy, as large as a bus likes.
+In host memory, all layers' K and V of a block lie end to end, so that a block is one copy, as large as a bus likes.
 """
 
 from __future__ import annotations

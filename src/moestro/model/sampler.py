@@ -1,13 +1,12 @@
 """Samples tokens and log probabilities from logits, for all units of a step at once, after edits of the logits.
 
+The order of edits is that of vLLM v1: biases, then the repetition, frequency and presence penalties, then temperature,
+min_p, top_k and top_p. Bans and masks come last here and first there, which is equivalent: nothing lifts -inf.
+
 A random token is drawn with noise that depends only on (seed, position): no other unit of the batch, no chunking and no
 restart changes it. The last digits of its logits depend on the batch, and hardly ever change the token. For the same
 reason filters cut by value and keep all tokens that tie with the last kept one, because an order among equals would
 depend on the batch.
-
-The order of edits is that of vLLM v1: biases, then the repetition, frequency and presence penalties, then temperature,
-min_p, top_k and top_p. Bans and masks come last here and first there, which is equivalent: nothing lifts
--inf.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """A step on the device: its units as tensors that all layers share, and its result from the logits.
 
-NumPy builds the tensors, without a Python object per token.
-
 Units lie end to end in one row of tokens. The slots that each token's K and V go to, and the slots that each query
-reads, depend only on the block tables. They are computed once a step (once per window, where layers differ).
+reads, depend only on the block tables. NumPy computes them once a step (once per window, where layers differ), without
+a Python object per token.
 
-The result is made in two halves: the device's computation, and the host's reading.
-
-The first half never waits for an accelerator. The second runs once the step's event has passed.
+The result has two halves. The device's computation never waits for an accelerator; the host reads it once the step's
+event has passed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Tensors: a process's device, copies of columns to it, weights in float8, and tensors in other systems' files.
 
-Float8 weights have a float32 scale for each block, as published FP8 checkpoints store them.
-
-A number of the weight is its float8 number times the scale of its block, rounded once to the dtype of the activations.
-Each product with the weight rounds so, so that results have the bits of a weight that was dequantised at load.
+A float8 weight has a float32 scale for each block, as in published FP8 checkpoints. A number of the weight is its
+float8 number times the scale of its block, rounded once to the dtype of the activations. Each product with the weight
+rounds so, and its results have the bits of a weight that was dequantised at load.
 """
 
 from __future__ import annotations

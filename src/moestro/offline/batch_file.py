@@ -14,8 +14,7 @@ import msgspec
 
 from moestro.errors import ConfigError, RequestError, shown, shown_literal
 from moestro.files.text_files import open_utf8
-from moestro.offline.api_client import ApiClient, UnreachableServerError
-from moestro.offline.owned_server import AnyServer
+from moestro.offline.server import AnyServer, ApiClient, UnreachableServerError
 
 BATCH_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 MAX_LINES_IN_FLIGHT = 256  # Lines at the server at once, as in vLLM's run-batch.

@@ -12,8 +12,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from moestro.errors import RequestError
-from moestro.offline.api_client import ApiAnswer, ApiClient, BackgroundLoop, UnreachableServerError, refusal_of
-from moestro.offline.owned_server import OwnedServer, flags_from
+from moestro.offline.server import (
+    ApiAnswer,
+    ApiClient,
+    BackgroundLoop,
+    OwnedServer,
+    UnreachableServerError,
+    flags_from,
+    refusal_of,
+)
 from moestro.workload.progress import progress
 
 # Answers of `LLM`, in the form of vLLM's `RequestOutput`.

@@ -17,8 +17,7 @@ from rich.console import Console
 
 from moestro.errors import ConfigError, MoestroError, RequestError
 from moestro.files.text_files import decoded
-from moestro.offline.api_client import ApiClient, BackgroundLoop, UnreachableServerError
-from moestro.offline.owned_server import AnyServer
+from moestro.offline.server import AnyServer, ApiClient, BackgroundLoop, UnreachableServerError
 
 # A chat with one server: its messages, and streamed answers with their times.
 

@@ -26,8 +26,7 @@ from moestro.sim.replay import read_engines
 from moestro.sim.results import Results
 from moestro.sim.settings import SimEngineSettings
 from moestro.workload.generated.draws import at_rate, faster, poisson, replay
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Rows, equal_rows
+from moestro.workload.rows import RequestForm, RequestMaker, Rows, equal_rows
 from moestro.workload.traces.reading import read_trace
 from moestro.workload.traces.request_record import RequestRecord
 

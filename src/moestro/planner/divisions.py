@@ -26,8 +26,7 @@ from moestro.sim.results import Results
 from moestro.sim.scenario import Scenario, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimMode
 from moestro.workload.generated.draws import at_rate, poisson
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Int64s, Rows
+from moestro.workload.rows import Int64s, RequestForm, RequestMaker, Rows
 from moestro.workload.traces.reading import read_trace
 
 _MOST_RATIOS = 8  # of attention to expert workers that are tried in a group; more differ by little

@@ -1,6 +1,6 @@
 """The search of `moestro plan`, and its answer: what wins, by how much, and the figures behind it.
 
-Estimates order and cut the deployments; simulations of the rest find the best within the objectives.
+Estimates order and cut the deployments. Simulations of the rest find the best within the objectives.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Figures of a deployment with a constant number of requests: simulated, estimated, and as curves of ever more.
 
-Estimates order and cut the search: they take a step in its mean state.
-
-Steps with prompts are priced apart from those without. In lock-step they are priced as the simulator prices them, with
-drawn experts. In `async` the busiest GPU works without a pause, and all tokens of a layer run as one item, so the
-estimate is more than any scheduler reaches.
+Estimates order and cut the search. They take a step in its mean state, and price steps with prompts apart from those
+without. In lock-step they price with drawn experts, as the simulator does. In `async` they suppose that the busiest GPU
+works without a pause and runs all tokens of a layer as one item, so they are above what any scheduler reaches.
 """
 
 from __future__ import annotations

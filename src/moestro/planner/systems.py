@@ -1,9 +1,8 @@
 """The servers that a plan is made for, and the commands that start them: Moestro's own, vLLM and SGLang.
 
-A printed command has no flag that its server lacks in its version.
-
-Flags are read from the sources of a package, which is not imported: its libraries may need GPUs. `known_flags.json`
-holds those of some versions (`tools/server_flags.py` writes it), for machines on which the package is not installed.
+A printed command has no flag that its server lacks in its version. Flags are read from the sources of a package, which
+is not imported: its libraries may need GPUs. `known_flags.json` holds those of some versions (`tools/server_flags.py`
+writes it), for machines on which the package is not installed.
 """
 
 from __future__ import annotations

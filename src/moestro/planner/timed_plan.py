@@ -22,7 +22,7 @@ from moestro.sim.groups.group import Prices
 from moestro.sim.groups.group_builder import make_prices
 from moestro.sim.scenario import Scenario, make_bounds, run
 from moestro.sim.settings import PolicySettings
-from moestro.workload.requests import RequestForm
+from moestro.workload.rows import RequestForm
 
 _BRACKET = 1.05  # between the load that holds and the one that breaks
 _MOST_FACTOR = 64.0

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from moestro.repro.grid import GridExperiment, Line, Panel
+from moestro.repro.experiment import GridExperiment, Line, Panel
 from moestro.repro.results import Findings
 
 _WIDTH, _PANEL_HEIGHT = 12.0, 4.25  # inches

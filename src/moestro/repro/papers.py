@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 import moestro.repro
+from moestro.repro import ReproSettings
 from moestro.repro.results import StoredClaim
-from moestro.repro.settings import ReproSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,7 @@ from moestro.sim.results import WINDOW_NS, Results
 from moestro.sim.scenario import middle_rate
 from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
 from moestro.workload.generated.draws import at_rate
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Rows
+from moestro.workload.rows import RequestForm, RequestMaker, Rows
 
 Floats = NDArray[np.float64]
 

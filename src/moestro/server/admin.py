@@ -27,14 +27,13 @@ from moestro.server.figures.statistics import ServerStatistics
 from moestro.server.processes.cluster import ServerCluster
 from moestro.server.processes.start_checks import ADMIN_BODY_BYTES
 from moestro.server.processes.supervisor import Supervisor
-from moestro.web.access.control import Access
-from moestro.web.access.origins import only_programs
+from moestro.web.access import Access, only_programs
 from moestro.web.errors import HttpError, Refusals
+from moestro.web.figures import limit_in, page_routes
 from moestro.web.middleware import HttpMiddleware
 from moestro.web.ports.connections import Front
 from moestro.web.ports.faults import Faults
 from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S
-from moestro.web.statistics import limit_in, page_routes
 from moestro.workload.experts.expert_profile import ExpertProfile, write_profile
 
 

@@ -27,9 +27,10 @@ from moestro.server.processes.launch_specs import command_of, launcher_maker
 from moestro.server.processes.launchers import Launcher
 from moestro.server.processes.start_checks import StartClock, allow_files, bound_ports, check_start
 from moestro.text.tokenizer import Tokenizer
-from moestro.web.access.control import Access
+from moestro.web.access import Access
 from moestro.web.banner import log_forever, print_banner
 from moestro.web.bodies import MAX_BODY_BYTES
+from moestro.web.figures import Exposition
 from moestro.web.middleware import HttpMiddleware
 from moestro.web.ports.connections import (
     MAX_OPERATOR_CONNECTIONS,
@@ -42,7 +43,6 @@ from moestro.web.ports.connections import (
 from moestro.web.ports.faults import Port
 from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, run_server
 from moestro.web.ports.tls import ServerTls
-from moestro.web.prometheus import Exposition
 from moestro.web.tracing import open_sink
 
 

@@ -22,8 +22,7 @@ from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.sim.cluster import Arrivals, Cluster
 from moestro.sim.groups.group import Ranks, Seat
 from moestro.sim.results import Results
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Rows
+from moestro.workload.rows import RequestForm, RequestMaker, Rows
 
 Int64s = NDArray[np.int64]
 

@@ -223,7 +223,7 @@ _BE = ServiceClass.BE  # to find the member of an enumeration costs more than to
 
 
 class Workload(Protocol):
-    """Requests that are made as they arrive; `workload.requests.RequestMaker` implements it."""
+    """Requests that are made as they arrive; `workload.rows.RequestMaker` implements it."""
 
     def __len__(self) -> int:
         """Number of requests."""

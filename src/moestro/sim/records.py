@@ -18,6 +18,7 @@ import numpy as np
 from moestro.core.hashing import HASH_BYTES, name_key
 from moestro.core.request import Request
 from moestro.errors import ConfigError
+from moestro.files.text_files import open_lines
 from moestro.routing.decision_log import RequestTrace
 from moestro.routing.decision_record import (
     EngineAdded,
@@ -34,7 +35,6 @@ from moestro.routing.decision_record import (
 )
 from moestro.routing.scrape import EngineTotals
 from moestro.routing.settings import EngineSpec
-from moestro.workload.files import open_lines
 from moestro.workload.rows import Int64s
 from moestro.workload.traces.request_record import (
     ROUTER,

@@ -52,8 +52,7 @@ from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings,
 from moestro.sim.signals import AT_ONCE, RouterFleet, RouterLinks, SignalSettings
 from moestro.workload.generated.draws import at_rate, constant, draw_shape, gamma, poisson, replay, weibull
 from moestro.workload.generated.sessions import SHAPES, Pace, Sessions, steady_sessions
-from moestro.workload.requests import RequestForm, RequestMaker
-from moestro.workload.rows import Int64s, Rows, equal_rows, labelled
+from moestro.workload.rows import Int64s, RequestForm, RequestMaker, Rows, equal_rows, labelled
 from moestro.workload.traces.reading import read_trace
 
 _ARRIVALS, _SHAPE = range(2)  # random streams of a seed

@@ -1,9 +1,8 @@
 """Routers on virtual time: the delayed figures and events of engines, and several routers before the same engines.
 
-Signals reach a router with the delays of a real deployment.
-
-The router's state matters only when a request arrives, so the signals due by then are computed at that time. A jump
-need not stop for this: the figures at each of its step boundaries follow from those at its start.
+Signals reach a router with the delays of a real deployment. Its state matters only when a request arrives, so the
+signals due by then are computed at that time. A jump need not stop for this: the figures at each of its step boundaries
+follow from those at its start.
 """
 
 from __future__ import annotations

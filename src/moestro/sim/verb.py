@@ -36,7 +36,7 @@ from moestro.sim.results import ANSWERED, NOT_YET_NS, REFUSED, Results
 from moestro.sim.scenario import OnArrival, Scenario, affinity_notes, at_load, make_scenario, run_with_figures
 from moestro.sim.settings import SimSettings, read_settings
 from moestro.workload.progress import progress
-from moestro.workload.requests import RequestMaker
+from moestro.workload.rows import RequestMaker
 from moestro.workload.run_records import Slos
 from moestro.workload.traces.request_record import UNKNOWN, RequestRecord, read_request_record
 

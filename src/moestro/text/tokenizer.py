@@ -17,17 +17,17 @@ from moestro.core.processes import as_exception
 from moestro.errors import ConfigError, RequestError, shown, shown_literal
 from moestro.files.checkpoint import MAX_CONFIG_BYTES, check_files, read_bytes
 from moestro.files.text_files import text_of
-from moestro.text.chats.chat_history import (
+from moestro.text.chats.chat_template import (
     EFFORT_VARIABLE,
     THINKING_VARIABLE,
+    Renderers,
+    RenderJob,
     as_system_messages,
     nearest_effort,
     taken_efforts,
     template_variables,
 )
-from moestro.text.chats.chat_template import Renderers, RenderJob
-from moestro.text.tokenizer_library import ANY_TEXT, InvalidPrefixError, TokenizerLibrary, TokenTexts
-from moestro.text.tokenizer_trial import refuse_growth
+from moestro.text.tokenizer_library import ANY_TEXT, InvalidPrefixError, TokenizerLibrary, TokenTexts, refuse_growth
 from moestro.text.transformers_part import import_part
 
 PreTrainedTokenizerFast = import_part("transformers.tokenization_utils_tokenizers").PreTrainedTokenizerFast

@@ -12,7 +12,7 @@ from typing import Protocol
 from aiohttp import web
 
 from moestro.errors import RequestError, shown
-from moestro.web.access.control import CLIENT_HEADER, Access
+from moestro.web.access import CLIENT_HEADER, Access
 from moestro.web.errors import BodyTimeoutError, ContentEncodingError, HttpError, too_large
 
 # Limits of request bodies: the memory of all, the share of each client, and the rate of arrival. Has no clock.

@@ -13,8 +13,7 @@ from aiohttp import web
 from yarl import URL
 
 from moestro.errors import RequestError, shown
-from moestro.web.access.control import UNLIMITED, Access
-from moestro.web.access.origins import Cors
+from moestro.web.access import UNLIMITED, Access, Cors
 from moestro.web.bodies import ACCESS
 from moestro.web.errors import HttpError, InternalError, Refusals, base_url_hint, error_body, too_large
 from moestro.web.page import PUBLIC

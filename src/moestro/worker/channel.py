@@ -22,7 +22,6 @@ import zmq
 
 from moestro.core.clock import NS_PER_MS
 from moestro.core.processes import CurveKeys
-from moestro.wire.local_stream import LocalStream, local_path
 from moestro.wire.messages import (
     MAX_MESSAGE_BYTES,
     MAX_QUEUED_MESSAGES,
@@ -32,7 +31,7 @@ from moestro.wire.messages import (
     decode_to_rank,
     encode,
 )
-from moestro.wire.sockets import allow_ipv6, is_readable, secure_client
+from moestro.wire.sockets import LocalStream, allow_ipv6, is_readable, local_path, secure_client
 
 # A pipe that wakes a thread which waits for descriptors.
 

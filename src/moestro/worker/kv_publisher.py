@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from moestro.config.kv_events_settings import KvEventsSettings
+from moestro.config.launch_spec import KvEventsSettings
 from moestro.core.processes import network_of
 from moestro.engine.rank import CacheEvents, RemovedBlocks, StoredBlocks
 from moestro.errors import ConfigError, MoestroError

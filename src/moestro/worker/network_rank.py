@@ -24,7 +24,6 @@ from moestro.model.network import WorkerShare
 from moestro.model.staged.staged_device import ExpertTorchDevice, TorchFrames, open_staged_device
 from moestro.placement.load_window import PAIR_INTERVAL
 from moestro.wire.messages import ExpertsPlaced, LayerMoving, LayerSettled, WakeGroup
-from moestro.worker.group_process import WorkerPart, WorkerSizes
 from moestro.worker.paced import NetworkAnswers, make_paced_rank, num_blocks_of, paced_notes
 from moestro.worker.paced_group import build_paced_group_rank, load_paced_part, num_part_blocks
 from moestro.worker.rank_builder import (
@@ -35,6 +34,7 @@ from moestro.worker.rank_builder import (
     make_rank,
     scheduler_settings,
 )
+from moestro.worker.rank_process import WorkerPart, WorkerSizes
 
 
 def build_spread_rank(

@@ -45,7 +45,7 @@ from moestro.engine.rank import Rank
 from moestro.engine.sequences import SequenceTable
 from moestro.errors import ConfigError, InvariantError
 from moestro.model.settings import ModelSettings
-from moestro.text.tokenizer_trial import refuse_growth
+from moestro.text.tokenizer_library import refuse_growth
 from moestro.worker.rank_builder import make_preemptive_rank, make_rank
 
 # Keys of requests by their ids, so that a request visits the same experts on every paced engine.

@@ -36,10 +36,10 @@ from moestro.cost.tables import in_4_bits
 from moestro.engine.lock_step import LockStepRank, build_lock_step_rank, spread_over_ranks
 from moestro.errors import ConfigError, GroupLostError, InvariantError
 from moestro.wire.messages import WakeGroup
-from moestro.worker.group_process import WorkerPart, WorkerSizes
 from moestro.worker.paced import Answers, RequestKeys, TimedAnswers, dilated, pace_of_stages, paced_gate, stage_cost_of
 from moestro.worker.peer_links import LinkPace, StampFrames
 from moestro.worker.rank_builder import Send, scheduler_settings
+from moestro.worker.rank_process import WorkerPart, WorkerSizes
 
 _LOOPBACK = "127.0.0.1"
 _LENGTH = struct.Struct(">I")

@@ -5,11 +5,10 @@ from __future__ import annotations
 from moestro.config.launch_spec import LaunchSpec
 from moestro.core.request import ModelInfo
 from moestro.engine.rank import Rank
-from moestro.worker.group_process import WorkerPart, WorkerSizes
 from moestro.worker.paced import FixedAnswers, make_paced_rank, num_blocks_of, paced_info, read_words
 from moestro.worker.paced_group import build_paced_group_rank, load_paced_part, num_part_blocks
 from moestro.worker.rank_builder import OnPhase, Send
-from moestro.worker.rank_process import leave, run_process
+from moestro.worker.rank_process import WorkerPart, WorkerSizes, leave, run_process
 
 
 def _build(spec: LaunchSpec, on_phase: OnPhase, send: Send) -> tuple[Rank, ModelInfo]:

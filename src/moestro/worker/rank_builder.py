@@ -1,7 +1,11 @@
-"""Builds the rank of each mode from a launch spec."""
+"""Builds the rank of each mode from a launch spec, with the collection of its expert load.
+
+The collection works beside the steps. Its failure ends it, and never the rank.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -11,7 +15,7 @@ from moestro.config.linux_process import available_memory_bytes
 from moestro.core.load_figures import IDLE, LoadFigures
 from moestro.core.request import ModelInfo, NewOutputs, Request
 from moestro.core.stages import StagedDevice
-from moestro.core.work import Device, IsWanted, never_wanted
+from moestro.core.work import Device, IsWanted, StepResult, never_wanted
 from moestro.engine.lock_step import LockStepRank
 from moestro.engine.rank import (
     UNCHANGED,
@@ -28,10 +32,79 @@ from moestro.engine.settings import SchedulerSettings
 from moestro.errors import InvariantError
 from moestro.flow.executor import FlowExecutor
 from moestro.model.settings import LocalRank
-from moestro.wire.messages import DropLayer, FromRank, MoveLayer
-from moestro.worker.expert_collection import ExpertCollection
+from moestro.placement.load_window import LoadWindow
+from moestro.placement.settings import ExpertLoadSettings
+from moestro.wire.messages import DropLayer, ExpertReport, FromRank, MoveLayer, ReadExperts, report_of
 from moestro.worker.kv_publisher import KvPublisher
 from moestro.worker.rank_loop import SideJobs
+
+logger = logging.getLogger(__name__)
+
+
+class ExpertCollection:
+    """The window of one rank's expert load; implements `engine.rank.ExpertObserver`.
+
+    Args:
+        settings: Half-life of the window.
+
+    Attributes:
+        error: Why nothing is counted any more; "" means that everything is.
+    """
+
+    def __init__(self, settings: ExpertLoadSettings) -> None:
+        self._half_life = settings.expert_load_half_life
+        self._window: LoadWindow | None = None  # made when the first counts show its shape
+        self._num_skipped = 0  # steps before it
+        self.error = ""
+
+    def observe(self, result: StepResult) -> None:
+        """Implement `ExpertObserver.observe`."""
+        window = self._window
+        try:
+            if window is not None and result.expert_choices is None:  # most steps
+                window.observe(result.expert_counts)  # type: ignore[arg-type]
+            elif not self.error:
+                self._observe(result)
+        except Exception as error:
+            self._stop(error)
+
+    def skip(self, num_steps: int) -> None:
+        """Implement `ExpertObserver.skip`."""
+        if self._window is None:
+            self._num_skipped += num_steps
+        else:
+            self._window.skip(num_steps)
+
+    def _observe(self, result: StepResult) -> None:
+        counts, choices = result.expert_counts, result.expert_choices
+        assert counts is not None, "the rank passes on results with counts"
+        if self._window is None:
+            num_layers, num_experts = counts.shape
+            self._window = LoadWindow(num_layers, num_experts, self._half_life)
+            self._window.skip(self._num_skipped)
+        self._window.observe(counts)
+        if choices is not None:
+            num_layers, _, num_chosen = choices.shape
+            self._window.observe_choices(choices, int(counts.sum()) // (num_layers * num_chosen))
+
+    def _stop(self, error: Exception) -> None:
+        self.error, self._window = f"{type(error).__name__}: {error}", None
+        logger.error("the load of experts is no longer counted; requests are served as before", exc_info=error)
+
+    def report(self, question: ReadExperts) -> ExpertReport:
+        """Answer the API server."""
+        if question.clear:
+            self._num_skipped = 0
+        window = self._window
+        if window is not None:
+            try:
+                if question.clear:
+                    window.clear()
+                return report_of(question.number, window.load(with_pairs=question.with_pairs))
+            except Exception:  # for instance a lack of memory for a moment
+                logger.exception("the load of experts could not be reported")
+        return ExpertReport(question.number, error=self.error)
+
 
 # The two kinds of workers of a group, as `run_rank` drives them.
 

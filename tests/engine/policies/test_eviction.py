@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from moestro.config.user_code import accept_user_code
+from moestro.config.user_files import accept_user_code
 from moestro.core.views import BE, LS, EvictView, Victim
 from moestro.engine.policies.batching import LastInOrder, LeastComputedBeFirst
 from moestro.engine.registry import EVICT_POLICIES

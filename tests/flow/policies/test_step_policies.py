@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moestro.config.user_code import accept_user_code
+from moestro.config.user_files import accept_user_code
 from moestro.errors import ConfigError
 from moestro.flow.policies.qllm import ExpertLevelPreemption
 from moestro.flow.registry import make_step_policy

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from support.queue_tables import KINDS, NUM_EXPERTS, NUM_LAYERS, of_classes, queues, random_table
 
-from moestro.config.user_code import accept_user_code
+from moestro.config.user_files import accept_user_code
 from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, Run, Wait
 from moestro.errors import ConfigError
 from moestro.flow.policies.defrag import Defrag

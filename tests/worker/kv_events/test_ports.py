@@ -12,7 +12,7 @@ from support.kv_listener import free_ports
 from support.published import TOPIC, batches_of_replay, ends, published, raw_peer, request, subscription
 from support.running import wait_until
 
-from moestro.config.kv_events_settings import KvEventsSettings
+from moestro.config.launch_spec import KvEventsSettings
 from moestro.errors import ConfigError
 from moestro.wire.zmtp import greeting, ready
 from moestro.worker.kv_listeners import BatchLog

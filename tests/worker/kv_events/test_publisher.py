@@ -11,7 +11,7 @@ from support.fake_publisher import Sink
 from support.kv_listener import MODEL, Listener, free_ports, names, publishing_config
 from support.running import Running, complete, wait_until
 
-from moestro.config.kv_events_settings import KvEventsSettings, kv_events_from
+from moestro.config.launch_spec import KvEventsSettings, kv_events_from
 from moestro.errors import ConfigError
 from moestro.gateway.engines.kv_subscriber import KvSubscription
 from moestro.gateway.part_settings import KvSource

@@ -23,13 +23,13 @@ from moestro.calibrate.probing.estimate import (
     ChunkCount,
     DecodeTime,
     FirstTokenTime,
+    Honesty,
     MixedTime,
     StepDurations,
     chunk_count,
     decode_time,
     num_together,
 )
-from moestro.calibrate.probing.honesty import Honesty
 from moestro.calibrate.probing.probes import (
     NoteList,
     ProbeAnswer,

@@ -12,7 +12,7 @@ from moestro.model.settings import ModelSettings
 from moestro.placement.load_window import PairOverlap, independent_pairs, pair_overlap
 from moestro.placement.settings import ExpertLoadSettings
 from moestro.wire.messages import ReadExperts, load_of
-from moestro.worker.expert_collection import ExpertCollection
+from moestro.worker.rank_builder import ExpertCollection
 from moestro.workload.experts.expert_profile import ExpertProfile
 
 _KV_BYTES = 1 << 28  # hundreds of tokens of any network

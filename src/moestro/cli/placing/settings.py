@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from moestro.config.output_files import check_files
+from moestro.config.user_files import check_files
 from moestro.core.setting_checks import CheckedSettings, above, at_least, between
 from moestro.cost.gpus import GPUS
 from moestro.cost.links import LINKS

@@ -26,7 +26,7 @@ from moestro.cli.placing.question import (
     write_tensorrt_llm,
 )
 from moestro.cli.placing.settings import EVEN_POLICY, PlacePolicySettings, PlaceSettings
-from moestro.config.output_files import check_files
+from moestro.config.user_files import check_files
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.errors import ConfigError, MoestroError

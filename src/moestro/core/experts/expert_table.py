@@ -1,9 +1,8 @@
 """The table of expert copies: which worker computes which logical expert in which slot. Only a dispatcher translates.
 
-Choices of gates, counts and sums are *logical*. A *slot* is a physical expert of one worker in one layer.
-
-The table crosses a process border with the layers that have experts alone, and with bytes instead of arrays. An expert
-is near a rank on its device or on its machine.
+Choices of gates, counts and sums are *logical*. A *slot* is a physical expert of one worker in one layer. An expert is
+near a rank on its device or on its machine. A table that crosses a process border has bytes in place of arrays, and
+leaves out layers without experts.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Moves of a layer's experts between the slots of a group: rounds of copies, and the step that commits them.
 
 All workers of a group compute the same moves and the same rounds, because both depend on nothing but the two
-placements. So no message says who sends what.
-
-Workers in lock-step tell each other their numbers when a step opens. All of them draw the same conclusion from the
-same numbers, so they move in the same steps and change to the new placement in the same step.
+placements. So no message says who sends what. Workers in lock-step tell each other their numbers when a step opens.
+From the same numbers they draw the same conclusion: they move in the same steps, and change to the new placement in the
+same step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Client connections of the router: requests are answered in order, piece by piece. Plain callbacks, no tasks.
 
-The reader of complete requests uses neither sockets nor a clock.
+The reader that makes complete requests of the bytes is sans-IO: it has neither sockets nor a clock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moestro.gateway.clients.http_headers import (
     own_head,
     size_of,
 )
-from moestro.web.access.origins import Cors
+from moestro.web.access import Cors
 from moestro.web.bodies import SMALL_BYTES, BodiesFullError, BodyDeadline, BodyHold, BodyMemory
 from moestro.web.errors import BodyTimeoutError, HttpError, error_body, error_json, too_large
 from moestro.web.ports.faults import Fault, Faults, Port

@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Generic, NamedTuple, TypeVar
 
 from moestro.gateway.clients.paths import plain_path
-from moestro.web.access.control import CLIENT_HEADER
+from moestro.web.access import CLIENT_HEADER
 from moestro.web.bodies import BodyHold
 from moestro.web.errors import HttpError
 from moestro.web.ports.heads import HOST_PATTERN, session_in

@@ -29,7 +29,7 @@ from moestro.gateway.clients.request_body import (
     read,
     request_from_text,
 )
-from moestro.text.chats.chat_history import EFFORTS, calls_for_templates, template_variables
+from moestro.text.chats.chat_template import EFFORTS, calls_for_templates, template_variables
 from moestro.text.tokenizer import TemplateOptions, Tokenizer
 from moestro.web.adapters.paths import chat_body
 

@@ -30,7 +30,7 @@ from moestro.routing.router import RouteDecision, Router
 from moestro.routing.scrape import EngineTotals
 from moestro.routing.settings import ANY_ENGINE, EngineSpec
 from moestro.web.errors import Refusals
-from moestro.web.prometheus import Histogram
+from moestro.web.figures import Histogram
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,7 @@
 """Opens the device of an expert worker, and reads single experts for a worker that gets others while it serves.
 
-The device has routed experts alone, without attention and without KV cache.
-
-Its memory hardly exceeds its share and the largest layer, because layers are read one after the other. The homes of its
-group load the network whole and check it.
+The device has routed experts alone, without attention and without KV cache. Its memory hardly exceeds its share and the
+largest layer, because layers are read one after the other. The homes of its group load the network whole and check it.
 
 transformers converts a checkpoint's tensors to the network's (it merges experts, renames, dequantizes). So one layer is
 loaded by transformers itself, into a network whose other weights have no memory.
@@ -32,8 +30,8 @@ from moestro.model.device import CheckpointFacts, open_network, read_facts, use_
 from moestro.model.experts.expert_pieces import ExpertRunner
 from moestro.model.experts.expert_slots import pick_expert, write_expert
 from moestro.model.experts.routed import ExpertWeights, register_experts
-from moestro.model.kernels.kernel_build import KernelBuild
 from moestro.model.kernels.kernel_choice import begin_search, choose_kernels
+from moestro.model.kernels.library import KernelBuild
 from moestro.model.load import (
     build_skeleton,
     choose_dtype,

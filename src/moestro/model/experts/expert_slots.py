@@ -1,8 +1,7 @@
 """Weights of routed experts by slot, their moves between a group's workers, and the exchange of rows there.
 
-Layers move some experts in each step, while the old placement serves.
-
-All workers of a group make the same calls in the same order. A worker without tokens makes them with no rows.
+Layers move some experts in each step, while the old placement serves. All workers of a group make the same calls in the
+same order. A worker without tokens makes them with no rows.
 """
 
 from __future__ import annotations

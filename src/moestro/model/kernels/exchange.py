@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from moestro.model.attention import ATTENTION_FORM, AttentionForm, HeadProduct, LatentProjection
 from moestro.model.experts.expert_slots import pack_experts
 from moestro.model.experts.routed import PackedExperts, Routing, is_experts, retag, run_batches, tag_of
-from moestro.model.kernels.layout import KernelPacking
-from moestro.model.kernels.library import ROW_MULTIPLE, KernelLibrary
+from moestro.model.kernels.library import ROW_MULTIPLE, KernelLibrary, KernelPacking
 from moestro.model.kernels.matching import (
     MISFITS,
     NUM_CHECK_ROWS,

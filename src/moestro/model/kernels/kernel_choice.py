@@ -8,7 +8,7 @@ import torch
 
 from moestro.errors import ConfigError
 from moestro.model.kernels.exchange import KernelExchange
-from moestro.model.kernels.kernel_build import KernelBuild
+from moestro.model.kernels.library import KernelBuild
 from moestro.model.network import Network
 from moestro.model.settings import ModelSettings
 

@@ -1,15 +1,29 @@
-"""The compiled kernels as functions of tensors. A kernel checks nothing: its caller has checked shapes and dtypes."""
+"""The compiled CPU kernels as functions of tensors, the layout of weights that they read, and the search for them.
+
+A kernel checks nothing: its caller has checked shapes and dtypes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from moestro.native.compiler import AMX_BF16
+from moestro.native.compiler import (
+    AMX_BF16,
+    AVX2,
+    AVX512,
+    AVX512_BF16,
+    CPU_KERNELS,
+    PLAIN,
+    InstructionSet,
+    instruction_set_of,
+)
 from moestro.native.functions import FLOAT, INT, POINTER, load_functions
+from moestro.native.library_search import LibrarySearch
 
 # The kernels compute rows in whole vectors, the widest of which has 16 entries. A head is rotated in two halves.
 ROW_MULTIPLE, HEAD_MULTIPLE = 16, 32
@@ -144,3 +158,92 @@ def _multiply(kernel: Callable[..., None], rows: Tensor, weight: Tensor, bias: T
     num_rows = rows.numel() // num_in
     kernel(rows.data_ptr(), weight.data_ptr(), bias_address, out.data_ptr(), num_rows, num_out, num_in)
     return out
+
+
+# The layout of weights.
+
+_BLOCK = 64  # outputs of a block, as in `source/linear.h`
+
+
+class KernelPacking:
+    """The kernels' layout; implements `model.packing.WeightPacking`.
+
+    A packed weight is a tensor of the weight's shape. Its entries are in another order, and its memory is filled up to
+    a whole block.
+
+    Args:
+        library: The kernels.
+    """
+
+    def __init__(self, library: KernelLibrary) -> None:
+        self.linear = library.linear
+        self._pack, self._unpack = library.function["pack"], library.function["unpack"]
+
+    def fits(self, weight: Tensor) -> bool:
+        """Implement `WeightPacking.fits`."""
+        return weight.dtype is torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 2 == 0
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """Implement `WeightPacking.pack`."""
+        num_out, num_in = weight.shape
+        weight = weight.contiguous()
+        memory = weight.new_empty(-(-num_out // _BLOCK) * _BLOCK * num_in)
+        self._pack(weight.data_ptr(), memory.data_ptr(), num_out, num_in)
+        return memory[: num_out * num_in].view(num_out, num_in)
+
+    def pack_heads(self, weights: Tensor) -> Tensor:
+        """Convert the weights [heads, out, in] of `KernelLibrary.linear_heads` to [heads, out in whole blocks, in]."""
+        num_heads, num_out, num_in = weights.shape
+        memory = weights.new_empty(num_heads, -(-num_out // _BLOCK) * _BLOCK, num_in)
+        for weight, packed in zip(weights, memory, strict=True):
+            dense = weight.contiguous()
+            self._pack(dense.data_ptr(), packed.data_ptr(), num_out, num_in)
+        return memory
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """Implement `WeightPacking.unpack`."""
+        weight = torch.empty_like(packed)
+        self._unpack(packed.data_ptr(), weight.data_ptr(), *packed.shape)
+        return weight
+
+
+# The search for the kernels, and the instruction set that this machine gets.
+
+
+def _has_amx() -> bool:
+    # The second asks the operating system for the tile registers, for all threads of this process.
+    return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
+
+
+_IS_USABLE: dict[InstructionSet, Callable[[], bool]] = {
+    PLAIN: lambda: True,
+    AVX2: torch.cpu._is_avx2_supported,
+    AVX512: torch.cpu._is_avx512_supported,
+    AVX512_BF16: torch.cpu._is_avx512_bf16_supported,
+    AMX_BF16: _has_amx,
+}
+
+
+def usable_sets() -> tuple[InstructionSet, ...]:
+    """Return the instruction sets that this machine has, the least first."""
+    return tuple(takewhile(lambda each: _IS_USABLE[each](), CPU_KERNELS.built_sets()))
+
+
+class KernelBuild(LibrarySearch[KernelLibrary]):
+    """A search for the CPU kernels. If they are absent, a background thread compiles them.
+
+    Args:
+        chosen: Instruction set. None means the best of this machine that can be compiled.
+        prebuilt: Folder of the wheel's kernels. None means that of the package.
+        cache: Folder of compiled kernels. None means `cache_folder()`.
+    """
+
+    def __init__(
+        self, chosen: InstructionSet | None = None, prebuilt: Path | None = None, cache: Path | None = None
+    ) -> None:
+        *lesser, best = usable_sets() if chosen is None else (chosen,)
+        super().__init__(CPU_KERNELS, best, _load, prebuilt, cache, lesser[::-1])
+
+
+def _load(path: Path) -> KernelLibrary:
+    return KernelLibrary(path, instruction_set_of(path))

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from moestro.model.attention import ATTENTION_FORM, OWN_ATTENTION, STEP_ARGUMENT, AttentionForm
 from moestro.model.experts.routed import Routing, routed_experts
-from moestro.model.kernels.layout import KernelPacking
-from moestro.model.kernels.library import KernelLibrary
+from moestro.model.kernels.library import KernelLibrary, KernelPacking
 from moestro.model.kernels.matching import random_rows
 from moestro.model.kernels.packing import PackedLinear
 from moestro.model.kernels.paged import CHECK_BLOCK_SIZE, KernelAttention, make_check_units

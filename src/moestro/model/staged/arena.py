@@ -1,14 +1,12 @@
 """Tensors of the tokens inside the network, between stages: by row and by place, and as arguments of layers.
 
-`core.stages` explains rows and places.
-
-The arena is allocated once, so parked work never asks for memory: as much may be parked as fits here.
-
-Arguments of layers are stored by token, and put together again for any tokens.
+`core.stages` explains rows and places. The arena is allocated once, so parked work never asks for memory: as much may
+be parked as fits here.
 
 A network calls its layers with more than hidden states: positions, rotary tables, a step. Two recordings of these
 calls, with different numbers of tokens, show which tensors have a token axis. Those are *columns*: one entry per token,
-each stored once however many layers take it. Everything else is the same in both recordings and is kept.
+each stored once however many layers take it, and put together again for any tokens. Everything else is the same in both
+recordings and is kept.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.repro.amoe.findings import AmoeCell, AmoeFindings, ClosedRun, mean_stall, most_stall
-from moestro.repro.amoe.loads import LENGTHS
+from moestro.repro.amoe.loads import LENGTHS, AmoeCell, AmoeFindings, ClosedRun, mean_stall, most_stall
 from moestro.repro.amoe.paper import (
     FLFS,
     GAINS,

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moestro.repro.amoe.experiment import AmoeExperiment
-from moestro.repro.amoe.findings import AmoeFindings
+from moestro.repro.amoe.loads import AmoeFindings
 from moestro.repro.amoe.paper import Part
 
 _SIZE = (9.0, 6.0)

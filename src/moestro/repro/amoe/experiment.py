@@ -7,26 +7,30 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from rich.console import RenderableType
 
+from moestro.repro import ReproSettings
 from moestro.repro.amoe.claims import claims_of
-from moestro.repro.amoe.findings import (
+from moestro.repro.amoe.loads import (
+    LENGTHS,
     AmoeCell,
     AmoeFindings,
     BatchPoint,
     ClosedRun,
     ItemMeans,
+    Ladder,
+    Seen,
     itl,
     itl_p99,
     mean_stall,
     of_bound,
+    open_load,
     requests,
+    serve_open,
     throughput,
 )
-from moestro.repro.amoe.loads import LENGTHS, Ladder, Seen, open_load, serve_open
 from moestro.repro.amoe.paper import FIGURES, QUICK, SETUP, WHOLE, Part
 from moestro.repro.amoe.systems import ABOUT, ASYNC, Bed, Built, build
 from moestro.repro.experiment import PartsExperiment, chosen_parts
 from moestro.repro.results import Claim, Column, grid_table
-from moestro.repro.settings import ReproSettings
 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # figure 3
 _COLUMNS = (

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moestro.repro.amoe.findings import AmoeFindings
-from moestro.repro.amoe.loads import LENGTHS, fresh, open_load
+from moestro.repro.amoe.loads import LENGTHS, AmoeFindings, fresh, open_load
 from moestro.repro.amoe.systems import ASYNC, BASELINES, COLOCATED, EP, PAIRED, Bed, Popularity, build
 from moestro.repro.experiment import PaperFigure, PartsExperiment, SetupRow
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cyclopts import Parameter
 
-from moestro.repro.settings import ReproSettings
+from moestro.repro import ReproSettings
 
 
 @Parameter(name="*")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from moestro.repro.gimbal.findings import GimbalFindings
+from moestro.repro.gimbal.loads import GimbalFindings
 from moestro.repro.gimbal.paper import MARGIN, V1, V2
 from moestro.repro.gimbal.systems import (
     DPLB,

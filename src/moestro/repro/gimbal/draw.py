@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moestro.repro.gimbal.experiment import GimbalExperiment
-from moestro.repro.gimbal.findings import FIGURES, GimbalFindings
+from moestro.repro.gimbal.loads import CELL_FIGURES, GimbalFindings
 from moestro.repro.gimbal.systems import MOESTRO, STACK, TABLE, VLLM, VLLM_EPLB
 
 _ENGINES = ("healthy", "slow", "scarce")
@@ -59,7 +59,7 @@ def _stack(findings: GimbalFindings) -> Figure:
     rate = findings.rates("stack")[-1]
     for axes, name in zip(panels, _SHOWN, strict=True):
         values = {
-            system: float(np.mean([FIGURES[name](cell) for cell in findings.of("stack", rate, system)]))
+            system: float(np.mean([CELL_FIGURES[name](cell) for cell in findings.of("stack", rate, system)]))
             for system in STACK
         }
         _waterfall(axes, values, lower_is_better=name != "throughput")

@@ -9,8 +9,7 @@ from typing import Literal
 from moestro.cost.model import PopularityForm
 from moestro.engine.policies.ordering import Sjf
 from moestro.repro.experiment import PaperFigure, PartsExperiment, SetupRow
-from moestro.repro.gimbal.findings import GimbalFindings
-from moestro.repro.gimbal.loads import CHATS, OWN_TEXTS, USERS, Tenants
+from moestro.repro.gimbal.loads import CHATS, OWN_TEXTS, USERS, GimbalFindings, Tenants
 from moestro.repro.gimbal.systems import (
     DPLB,
     EDR,

@@ -29,7 +29,7 @@ from moestro.sim.groups.live_placement import (
     with_spare_slots,
 )
 from moestro.sim.groups.lock_step_group import LOCK_STEP, LockStepGroup, slowed
-from moestro.workload.experts.expert_traces import RoutingTrace
+from moestro.workload.experts.expert_profile import RoutingTrace
 from moestro.workload.rows import Rows
 
 # A step of two ranks takes 10 to 100 ms. 64 MiB cross NVLink in 0.5 ms, so moving lengthens a step by 5 % at most.

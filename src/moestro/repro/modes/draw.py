@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.figure import Figure
 
-from moestro.repro.modes.cases import SYSTEMS, MapCase
-from moestro.repro.modes.experiment import GOAL, ITL_BOUNDS_MS, ModesExperiment, ModesFindings
+from moestro.repro.modes.experiment import GOAL, ITL_BOUNDS_MS, SYSTEMS, MapCase, ModesExperiment, ModesFindings
 
 _COLUMNS = 4
 

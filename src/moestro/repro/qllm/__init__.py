@@ -14,7 +14,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from moestro.core.setting_checks import at_least
-from moestro.repro.settings import ReproSettings
+from moestro.repro import ReproSettings
 
 
 @Parameter(name="*")

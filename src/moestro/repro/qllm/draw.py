@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from moestro.repro import curves
-from moestro.repro.grid import GridExperiment
+from moestro.repro.experiment import GridExperiment
 from moestro.repro.qllm.loads import EXPERT, RUN_TO_COMPLETION, SLO_S
 from moestro.repro.qllm.paper import (
     MEAN_FACTOR,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rich.console import RenderableType
 
 from moestro.core.clock import NS_PER_S
-from moestro.repro.grid import GridExperiment, GridPlan, Line, Panel, PlannedLoad, plan_for
+from moestro.repro.experiment import GridExperiment, GridPlan, Line, Panel, PlannedLoad, plan_for
 from moestro.repro.qllm import QllmSettings
 from moestro.repro.qllm.claims import CLAIMS, claims_of
 from moestro.repro.qllm.loads import (
@@ -57,7 +57,7 @@ from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.sim.cluster import AtTimes, Cluster
 from moestro.sim.results import Results
-from moestro.workload.requests import RequestForm, RequestMaker
+from moestro.workload.rows import RequestForm, RequestMaker
 
 WHOLE = GridPlan(loads=tuple(map(planned, ANSWER_LIMITS)), systems=tuple(ENGINES), seeds=(0, 1, 2))
 QUICK = GridPlan(

@@ -18,7 +18,7 @@ from moestro.cost.tables import qllm
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.flow.policies.qllm import ExpertLevelPreemption
-from moestro.repro.grid import PlannedLoad
+from moestro.repro.experiment import PlannedLoad
 from moestro.sim.groups.group import Group, OneRank, Ranks
 from moestro.sim.groups.worker_group import StagedRank
 from moestro.workload.generated.draws import poisson

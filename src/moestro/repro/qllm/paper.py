@@ -10,8 +10,7 @@ import numpy as np
 from rich.table import Table
 
 from moestro.cost.gpus import A100
-from moestro.repro.experiment import PaperFigure, SetupRow
-from moestro.repro.grid import GridExperiment, PlannedLoad
+from moestro.repro.experiment import GridExperiment, PaperFigure, PlannedLoad, SetupRow
 from moestro.repro.qllm.loads import (
     ENGINES,
     EXPERT,

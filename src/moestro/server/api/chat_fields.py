@@ -12,8 +12,7 @@ import msgspec
 from moestro.core.clients import MAX_DEPTH, is_too_deep
 from moestro.core.request import Grammar
 from moestro.errors import GrammarTimeoutError, RequestError, shown
-from moestro.grammar.checker import MAX_CHECKS, MAX_TRIES, GrammarChecker, GrammarVerdict
-from moestro.grammar.host import CHECK, LONGEST_WAIT_S, TRY
+from moestro.grammar.host import CHECK, LONGEST_WAIT_S, MAX_CHECKS, MAX_TRIES, TRY, GrammarChecker, GrammarVerdict
 from moestro.server.api.protocol import (
     AllowedChoice,
     CallField,
@@ -27,7 +26,7 @@ from moestro.server.api.protocol import (
 )
 from moestro.server.api.request_fields import wrong_type
 from moestro.text.chats.chat_format import NO_TOOLS, ToolUse
-from moestro.text.chats.chat_history import EFFORTS, calls_for_templates
+from moestro.text.chats.chat_template import EFFORTS, calls_for_templates
 from moestro.text.parsing.answer_grammars import enforced_arguments, enforced_schema
 from moestro.text.parsing.output_parser import ToolSpec
 from moestro.text.parsing.parser_input import NAME_LIMIT

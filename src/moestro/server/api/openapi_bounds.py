@@ -37,7 +37,7 @@ from moestro.server.api.validation import (
     MAX_STOPS,
     MAX_USER_CHARS,
 )
-from moestro.text.chats.chat_history import EFFORTS
+from moestro.text.chats.chat_template import EFFORTS
 from moestro.text.parsing.parser_input import NAME_LIMIT
 from moestro.web.adapters.messages import ASSISTANT_BLOCKS, HOSTED, MAX_BUDGET, TEXT_BLOCKS, THINKING_TYPES
 from moestro.web.adapters.messages import ROLES as MESSAGE_ROLES

@@ -27,7 +27,7 @@ from moestro.server.api.validation import (
     parse_completion,
 )
 from moestro.text.chats.chat_format import AnswerFormat, ChatEnd, ChatFormat
-from moestro.text.chats.chat_history import DEFAULT_EFFORT, template_variables
+from moestro.text.chats.chat_template import DEFAULT_EFFORT, template_variables
 from moestro.text.tokenizer import TemplateOptions, Tokenizer
 from moestro.web.adapters.field_places import FieldPlaces
 from moestro.web.errors import UnknownModelError

@@ -13,8 +13,8 @@ from aiohttp import web
 
 from moestro.core.load_figures import LoadFigures
 from moestro.errors import RequestError
-from moestro.grammar.checker import GrammarChecker
 from moestro.grammar.compiler import VocabularySource
+from moestro.grammar.host import GrammarChecker
 from moestro.server.api.chat_fields import GrammarGate
 from moestro.server.api.generation import SCORE_BYTES, Generation, join_pieces
 from moestro.server.api.protocol import Answer, StructuredOutputs

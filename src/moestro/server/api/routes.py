@@ -54,10 +54,9 @@ from moestro.web.adapters.messages import CountFields, MessagesFields
 from moestro.web.adapters.responses_request import ResponsesFields
 from moestro.web.bodies import Bodies, client_of
 from moestro.web.errors import AnthropicErrorBody, HttpError
+from moestro.web.figures import CONTENT_TYPE, Exposition, LiveStatistics, page_routes
 from moestro.web.openapi import DOCS_HEADERS, EMPTY, ApiPath, docs_page, document_of
 from moestro.web.page import HEALTH_PATHS, READY_PATHS, VERSION_BODY, probe_status
-from moestro.web.prometheus import CONTENT_TYPE, Exposition
-from moestro.web.statistics import LiveStatistics, page_routes
 from moestro.wire.messages import Phase
 
 

@@ -17,7 +17,6 @@ import zmq
 from moestro.core.processes import CurveKeys
 from moestro.errors import ConfigError, NoEngineError
 from moestro.web.ports.faults import LogLimit
-from moestro.wire.local_stream import FrameError, LocalStream, local_path
 from moestro.wire.messages import (
     MAX_MESSAGE_BYTES,
     MAX_QUEUED_MESSAGES,
@@ -27,7 +26,7 @@ from moestro.wire.messages import (
     encode,
     identity_of,
 )
-from moestro.wire.sockets import Doorkeeper, allow_ipv6, is_readable
+from moestro.wire.sockets import Doorkeeper, FrameError, LocalStream, allow_ipv6, is_readable, local_path
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from moestro.errors import DrainingError, RequestError
 from moestro.text.parsing.answer_parser import ChatPart
 from moestro.text.tokenizer_library import TokenText, TokenTexts
 from moestro.web.errors import Refusals
-from moestro.web.prometheus import Histogram
+from moestro.web.figures import Histogram
 from moestro.workload.traces.request_record import RecordedRequest
 
 _LEAST = -9999.0  # OpenAI's value for minus infinity, which JSON lacks.

@@ -22,8 +22,8 @@ from moestro.server.engines.request_state import ByClass, EngineMetrics, Metrics
 from moestro.server.experts.coordinator import Coordinator, WorkerView
 from moestro.server.experts.expert_signals import ExpertSignals
 from moestro.server.experts.placement_views import found_s, predicted_s
+from moestro.web.figures import Histogram, buckets, merge
 from moestro.web.ports.faults import Faults
-from moestro.web.prometheus import Histogram, buckets, merge
 
 _WORKER = ("worker",)
 

@@ -22,8 +22,7 @@ from moestro.server.engines.engine_reports import GroupLoad
 from moestro.server.engines.request_state import EngineMetrics, Metrics, Traffic
 from moestro.server.experts.coordinator import Coordinator
 from moestro.web.banner import Banner, curl_line
-from moestro.web.prometheus import merge
-from moestro.web.statistics import Durations, EngineStatistics, ExpertHeat, LiveStatistics
+from moestro.web.figures import Durations, EngineStatistics, ExpertHeat, LiveStatistics, merge
 from moestro.wire.messages import Phase
 
 logger = logging.getLogger(__name__)

@@ -1,11 +1,10 @@
 """Figures of a group of workers: who waited, what was sent, and the throughput that no mode exceeds.
 
-The bound is 1 / (time that the busiest device must work for one token).
-
-Whatever a scheduler does, a device that must work for t ns per token completes at most 1e9 / t tokens a second. The
-work of a token is fixed by the experts that it visits and by who holds them. Work that several devices can do is spread
-so that the busiest device has the least: attention of any request, and an expert with copies. A token is a decode
-token; prefill comes on top, so the bound holds for output tokens with any prompts.
+The bound on the throughput is 1 / (time that the busiest device must work for one token): a device that must work for
+t ns per token completes at most 1e9 / t tokens a second, whatever a scheduler does. The work of a token is fixed by the
+experts that it visits and by who holds them. Work that several devices can do is spread so that the busiest device has
+the least: attention of any request, and an expert with copies. A token is a decode token; prefill comes on top, so the
+bound holds for output tokens with any prompts.
 """
 
 from __future__ import annotations

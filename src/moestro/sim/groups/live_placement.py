@@ -1,9 +1,8 @@
 """Live placement of a simulated group: the server's control and migration, over ranks that move weights at a price.
 
 The control of `placement.live` decides when to plan and what to follow, and its migration sends layers to the ranks.
-Only what surrounds them is simulated: the clock, the policy's thread, the messages, and the exchange of weights.
-
-Gimbal v1 runs random tokens before it serves; the control of placement begins with what they visit.
+Only what surrounds them is simulated: the clock, the policy's thread, the messages, and the exchange of weights. For
+Gimbal v1, which runs random tokens before it serves, the control begins with the load of what they visit.
 """
 
 from __future__ import annotations

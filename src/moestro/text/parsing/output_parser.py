@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from moestro.core.policy_registry import PolicyKind
 from moestro.errors import ConfigError
-from moestro.text.parsing.object_text import ObjectText
+from moestro.text.json_text import ObjectText
 from moestro.text.parsing.parser_input import BrokenCallError, Markers, ParserInput, Steps
 
 # Parts of a chat's answer: what a client gets as content, as reasoning, and as calls of tools.
@@ -322,10 +322,10 @@ ParserT = TypeVar("ParserT", bound=OutputParser)
 NO_PARSER = "none"  # Value of both flags that turns a parser off.
 
 TOOL_PARSERS: PolicyKind[type[ToolParser]] = PolicyKind(
-    "tool call parser", "--tool-call-parser", "moestro.text.tool_parsers"
+    "tool call parser", "--tool-call-parser", "moestro.text.formats"
 )
 REASONING_PARSERS: PolicyKind[type[ReasoningParser]] = PolicyKind(
-    "reasoning parser", "--reasoning-parser", "moestro.text.reasoning_parsers"
+    "reasoning parser", "--reasoning-parser", "moestro.text.formats"
 )
 
 

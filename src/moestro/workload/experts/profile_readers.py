@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from moestro.errors import ConfigError
 from moestro.files.text_files import encoding_of, text_of
-from moestro.workload.experts.expert_profile import HEADER_MEMBER, ExpertProfile, read_profile_file
-from moestro.workload.experts.expert_traces import read_routing
+from moestro.workload.experts.expert_profile import HEADER_MEMBER, ExpertProfile, read_profile_file, read_routing
 from moestro.workload.experts.sglang_dumps import (
     SglangDump,
     deal_to_steps,

@@ -29,7 +29,7 @@ import numpy as np
 
 from moestro.core.clock import NS_PER_MS, NS_PER_S
 from moestro.errors import ConfigError
-from moestro.workload.files import open_lines, read_jsonl
+from moestro.files.text_files import open_lines, read_jsonl
 from moestro.workload.rows import Int64s, Rows
 
 # The known trace formats, and the conversion of their entries to columns.

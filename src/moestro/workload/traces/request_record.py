@@ -1,11 +1,10 @@
-"""A server's record of its answered requests: `moestro serve --record FILE` writes it, the simulator replays it.
+"""Servers' records of their answered requests: Moestro's own, which the simulator replays, and that of a vLLM server.
 
-Each line is a JSON object: first a `Header`, then a `RecordedRequest` for each request, in the order of their ends.
-A restarted server appends another header and continues.
-Lines with a `type` are the decisions of the server, which `moestro explain` and `moestro replay` read. Here they tell
-how often each request was preempted.
-The record holds no prompt and no answer: blocks appear as keyed hashes, users and sessions as numbers.
-Several servers' records are merged on the wall clock.
+`moestro serve --record FILE` writes one. Each line is a JSON object: first a `Header`, then a `RecordedRequest` for
+each request, in the order of their ends. A restarted server appends another header and continues. Lines with a `type`
+are the decisions of the server, which `moestro explain` and `moestro replay` read. Here they tell how often each
+request was preempted. The record holds no prompt and no answer: blocks appear as keyed hashes, users and sessions as
+numbers. Several servers' records are merged on the wall clock.
 """
 
 from __future__ import annotations
@@ -14,24 +13,25 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
-from moestro.core.clock import ClockPair
+from moestro.core.clock import NS_PER_S, ClockPair, Timelines
 from moestro.core.request import Request, SamplingParams, Script, ServiceClass
 from moestro.core.scheduling_events import RequestEvent, SequenceAdmitted, SequencePreempted
 from moestro.core.work import request_key
 from moestro.errors import ConfigError
-from moestro.workload.files import open_lines
-from moestro.workload.rows import Int64s
+from moestro.files.text_files import open_lines, read_jsonl
+from moestro.workload.rows import Int64s, Rows
 
 FORMAT = "moestro-requests-1"
 ROUTER = "router"  # device of a record that a router wrote, which does not know its engines
 UNKNOWN = -1  # preemptions of a request
 _TAGGED = '{"type":'  # lines of the decision record, `routing.decision_record`, which the same file holds
 _GAP = "Gap"  # tag of the place where lines are missing, after which a header follows
-_TRACE = "Story"  # tag of a request's trace, `routing.request_trace`, among them
+_TRACE = "Story"  # tag of a request's trace, `routing.decision_log`, among them
 _TIMES = ("arrival_ns", "admitted_ns", "first_token_ns", "last_token_ns")
 
 
@@ -406,3 +406,71 @@ def _moved(request: RecordedRequest, run: RecordRun, first_engine: int, *, is_on
     times = {name: getattr(request, name) for name in _TIMES}
     moved = {name: time_ns + offset_ns for name, time_ns in times.items() if time_ns}  # 0 means no such moment
     return msgspec.structs.replace(request, engine=request.engine + first_engine, **moved)
+
+
+# A real vLLM server's own record: lengths, and times of queueing, scheduling and answering.
+
+_Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+
+
+class _Record(msgspec.Struct):
+    input_toks: _Count
+    output_toks: _Count
+    arrival_time: float  # seconds of the front end's wall clock
+    queued_ts: float  # seconds of the engine's clock, as the following fields
+    scheduled_ts: float
+    first_token_ts: float
+    last_token_ts: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VllmRun:
+    """n requests of one run, in the order in which the engine queued them.
+
+    Arrivals are times of the front end's clock, the rest are times of the engine's clock, and the offset between the
+    two is unknown. All times here except `rows.timestamp_ns` are the engine's, counted from the first request's
+    queueing. TTFT and E2E therefore exclude tokenizing and the way to the engine.
+
+    Attributes:
+        rows: lengths, and arrivals on the front end's clock, from 0.
+        timelines: timelines whose arrival is the queueing.
+        scheduled_ns: int64[n], start of prefill.
+    """
+
+    rows: Rows
+    timelines: Timelines
+    scheduled_ns: Int64s
+
+
+def read_vllm_run(path: Path) -> VllmRun:
+    """Read a run recorded as one JSON object a request: input_toks, output_toks, arrival_time and four engine times.
+
+    Raises:
+        ConfigError: the file has another form; the text names the file and the line.
+    """
+    records = []
+    with open_lines(path) as lines:
+        for number, fields in read_jsonl(path, lines):
+            try:
+                records.append(msgspec.convert(fields, _Record))
+            except msgspec.ValidationError as error:
+                needed = ", ".join(_Record.__struct_fields__)
+                raise ConfigError(f"{path}, line {number}: {error}; expected a record with {needed}") from None
+    if not records:
+        raise ConfigError(f"{path} holds no requests")
+    records.sort(key=lambda record: record.queued_ts)
+
+    def times(name: str, since: float) -> Int64s:
+        seconds = np.array([getattr(record, name) for record in records])
+        return np.rint((seconds - since) * NS_PER_S).astype(np.int64)
+
+    start, num_output = records[0].queued_ts, np.array([record.output_toks for record in records], np.int64)
+    rows = Rows(
+        num_prompt_tokens=np.array([record.input_toks for record in records], np.int64),
+        num_output_tokens=num_output,
+        timestamp_ns=times("arrival_time", min(record.arrival_time for record in records)),
+    )
+    timelines = Timelines(
+        times("queued_ts", start), times("first_token_ts", start), times("last_token_ts", start), num_output
+    )
+    return VllmRun(rows, timelines, times("scheduled_ts", start))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import NS_PER_S
 from moestro.errors import ConfigError
-from moestro.workload.files import open_lines, read_jsonl
+from moestro.files.text_files import open_lines, read_jsonl
 from moestro.workload.rows import Int64s, Rows
 
 WINDOW_S = 600

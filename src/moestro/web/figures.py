@@ -1,21 +1,78 @@
-"""Answer of GET /statistics: the present figures of a server or router, for the page at `/`.
+"""Figures of a server or router: histograms, the text that Prometheus scrapes, and the answer of GET /statistics.
 
-Totals count from the start of the process. The page computes rates and percentiles from the differences of two answers.
+The page at `/` reads the latter. Totals count from the start of the process. The page computes rates and percentiles
+from the differences of two answers.
 """
 
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 
 import msgspec
 from aiohttp import web
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.registry import Collector
 
 from moestro import __version__
 from moestro.core.load_figures import LoadFigures
 from moestro.web.errors import HttpError
 from moestro.web.page import PAGE_HEADERS, PAGE_PATHS, Plane, Program, page_file
-from moestro.web.prometheus import Histogram, merge
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Histogram:
+    """Counts observations by bucket.
+
+    Attributes:
+        bounds: Upper bounds of the buckets, ascending; one more bucket lies above the last.
+        counts: Number of observations in each bucket, not cumulated.
+        total: Sum of the observations.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one observation. Takes less than 1 µs."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+def merge(histograms: Iterable[Histogram]) -> Histogram:
+    """Return the observations of all `histograms`, which must have the same bounds."""
+    first, *others = histograms
+    merged = Histogram(first.bounds)
+    merged.counts = [sum(counts) for counts in zip(first.counts, *(other.counts for other in others), strict=True)]
+    merged.total = sum((other.total for other in others), first.total)
+    return merged
+
+
+def buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Return each bucket's upper bound as Prometheus writes it, and the number of observations at most as large."""
+    names = (*map(str, histogram.bounds), "+Inf")
+    return [(name, float(count)) for name, count in zip(names, accumulate(histogram.counts), strict=True)]
+
+
+class Exposition:
+    """Writes `GET /metrics`: the metrics of some collectors and of this process, collected at every scrape."""
+
+    def __init__(self, *collectors: Collector) -> None:
+        self._registry = CollectorRegistry()
+        for collector in collectors:
+            self._registry.register(collector)
+        ProcessCollector(registry=self._registry)
+
+    def text(self) -> bytes:
+        """Return all metrics with their present values."""
+        return generate_latest(self._registry)
 
 
 class Durations(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
 from workload.test_report import one, record
 
-from moestro.workload.run_plots import run_figure, search_figure
+from moestro.loadgen.drawing import run_figure, search_figure
 from moestro.workload.run_records import Slos, make_report
 
 

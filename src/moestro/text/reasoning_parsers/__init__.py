@@ -1,1 +1,0 @@
-"""Parsers of reasoning, a file for each format."""

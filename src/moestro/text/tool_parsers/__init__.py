@@ -1,1 +1,0 @@
-"""Parsers of tool calls, a file for each format."""

@@ -1,1 +1,0 @@
-"""Who may use a port, and how often: keys, limits, other origins."""
