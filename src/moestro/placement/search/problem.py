@@ -91,6 +91,13 @@ class PlaceProblem:
             work += np.where(share > 0, reads, 0.0)
         return work
 
+    def log_idle(self) -> Floats | None:
+        """Return float64[batches, experts], logarithms of `idle`, 0 where that is 0; None if they are not needed."""
+        is_idle = self.idle > 0
+        if not (self.expert_s > 0 and is_idle.any()):
+            return None
+        return np.log(np.where(is_idle, self.idle, 1.0))
+
     def load(self, work: Floats) -> Floats:
         """Return float64[batches, devices], seconds of each device."""
         load: Floats = work.sum(axis=-1) / self.speed
@@ -188,7 +195,7 @@ def _ways_of_rows(view: PlaceView, origin: TokenOrigins, live: NDArray[np.intp])
     by_node = origin.by_node[np.unique(origin.node_at[live])]
     # What the mean is above the least cannot be more than this, which takes a fraction of the time.
     most_s = abs(far_s - node_s) * np.ptp(by_node, axis=0).sum(axis=1)
-    most_s += abs(node_s - own_s) * np.ptp(origin.by_device[live], axis=0).sum(axis=1)
+    most_s += abs(node_s - own_s) * (origin.most - origin.least).sum(axis=1)
     if (most_s <= worth_s).all():
         return None
     row_s = np.zeros((origin.total.shape[0], origin.total.shape[1] + 1, len(live)))
