@@ -98,7 +98,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    conditions = run_record("measured", "processor time, one thread; vLLM's function plans over all devices")
+    versions = [] if args.vllm is None else [each.name.split("-")[1] for each in args.vllm.glob("vllm-*.dist-info")]
+    note = f"processor time, one thread; vLLM's function ({', '.join(versions)}) plans over all devices"
+    conditions = run_record("measured", note)
     if kernel_search().wait() is None:
         sys.exit(f"the kernel is absent: {kernel_search().failure}")
     peer = None if args.vllm is None else vllm_policy(args.vllm)
