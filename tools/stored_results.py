@@ -28,6 +28,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "micro/group_items": ("flow", "worker"),
     "micro/link": ("wire",),
     "micro/load_report": ("wire", "gateway", "routing"),
+    "micro/plan_time": ("placement",),
     "micro/pricing": ("cost",),
     "micro/request_record": ("workload", "server"),
     "micro/router_decision": ("routing",),

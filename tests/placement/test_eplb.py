@@ -102,6 +102,14 @@ def test_one_hundred_cases_equal_vllms_maps():
     reader.check_end("vllm")
 
 
+@pytest.mark.parametrize("sizes", [(64, 4, 4, 8), (80, 1, 1, 16)])
+@pytest.mark.parametrize("place", [lambda *args: rebalance_experts(*args)[0], rebalance_experts_vllm])
+def test_few_layers_are_placed_as_among_many(place, sizes):
+    weight = np.random.default_rng(4).integers(0, 40, (60, 64)) * SCALE  # with equal ones
+    together = place(weight, *sizes)
+    assert np.array_equal(together, np.concatenate([place(layer[None], *sizes) for layer in weight]))
+
+
 def test_a_tensor_is_taken_through_its_array_interface():
     class Tensor:
         def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:

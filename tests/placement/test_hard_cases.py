@@ -9,7 +9,7 @@ import pytest
 from support.expert_loads import LONG, PRICES, even_load, first_table, first_view, zipf_shares
 
 from moestro.core.experts.expert_load import ExpertLoad
-from moestro.core.experts.expert_table import EMPTY
+from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.placement.contract import PLACE_POLICIES, Devices, PlaceLimits, PlaceView, even_devices, origins_of
 from moestro.placement.policies.moestro import MoestroPlacement
 from moestro.placement.score import moves_between, score, share_moved
@@ -135,6 +135,21 @@ def test_shares_never_raise_the_largest_load_and_level_what_one_chain_joins(seed
     share_out(problem, packing, problem.even_load(packing.work), 8)
     after = problem.load(packing.work).max(axis=1)
     assert (after <= before).all()
+
+
+def test_one_step_levels_devices_that_a_chain_of_copies_joins():
+    # Seven experts, each of which two neighbours of eight devices share, the first one heavier than the others.
+    tokens = np.array([[[1.3, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]]])
+    load = ExpertLoad(tokens, np.zeros((1, 7)), np.ones((1, 7)), 100.0)
+    slots = np.array([[[0, EMPTY]], *([[nth - 1, nth]] for nth in range(1, 7)), [[6, EMPTY]]], np.int32)
+    table = ExpertTable(0, slots, 7, np.ones(8, np.bool_))
+    devices = replace(even_devices(8, 2), source_on=np.zeros(1, np.int32))
+    view = PlaceView(load, table, devices, PRICES, LONG)
+    problem = problem_of(view, origins_of(load, devices), 0.0)
+    packing = present_packing(view, problem)
+    share_out(problem, packing, problem.even_load(packing.work), 1)
+    loads = problem.load(packing.work)
+    assert loads.max() <= 1.005 * loads.mean()
 
 
 def test_poisson_noise_is_no_risk_and_bursts_are():

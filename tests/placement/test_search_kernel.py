@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -23,9 +24,12 @@ from support.expert_loads import (
 
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import ExpertTable
-from moestro.placement.contract import PlaceLimits, PlaceView, even_devices
+from moestro.native.compiler import PLACEMENT_KERNEL
+from moestro.placement.contract import PlaceLimits, PlaceView, even_devices, origins_of
 from moestro.placement.kernel.choice import kernel_search, search_kernel, without_kernel
 from moestro.placement.policies.moestro import MoestroPlacement
+from moestro.placement.search.problem import present_packing, problem_of
+from moestro.placement.search.replicas import _exponentials, copy_counts, share_out
 from moestro.placement.search.search import SMALL
 
 
@@ -106,6 +110,39 @@ def test_plans_for_many_devices_are_equal(num_slots):
     num_layers = SMALL // (32 * num_slots) + 1  # too large for several starts
     view = first_view(sticky_load(zipf_shares(num_layers, 128, 0.6), 32, 8), num_slots, 8)
     check(replace(view, table=check(view), load=even_load(zipf_shares(num_layers, 128, 0.6), 32)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_shares_and_numbers_of_copies_are_equal_where_experts_idle(seed):
+    placement_kernel.kernel()
+    rng = np.random.default_rng(seed)
+    num_devices, num_slots = int(rng.integers(2, 20)), int(rng.integers(3, 12))
+    num_experts = int(rng.integers(num_slots, num_devices * num_slots))
+    load = even_load(zipf_shares(5, num_experts, rng.uniform(0.2, 1.4), seed), num_devices, 4.0 * num_experts)
+    load = replace(load, activated=1 - np.exp(-load.total * rng.choice([0.1, 1.0, 30.0], load.total.shape)))
+    devices = even_devices(num_devices, num_slots)
+    devices = replace(devices, speed=rng.choice([1.0, 0.5], num_devices))
+    prices = replace(PRICES, expert_s=1e-5)
+    view = PlaceView(load, random_table(rng, devices, 5, num_experts), devices, prices, LONG)
+    problem = problem_of(view, origins_of(load, devices), 0.0)
+    found = []
+    for leaves_out in (nullcontext, without_kernel):
+        packing = present_packing(view, problem)
+        with leaves_out():
+            share_out(problem, packing, problem.even_load(packing.work), 3)
+            found.append((packing.share, packing.work, copy_counts(problem)))
+    for one, other in zip(*found, strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_exponentials_are_right_within_two_units_in_the_last_place():
+    x = -np.random.default_rng(0).exponential(20, 10_000)
+    assert np.allclose(_exponentials(x), np.exp(x), rtol=5e-16, atol=0.0)
+
+
+def test_the_kernel_has_one_entry():
+    sources = [path.read_text() for path in PLACEMENT_KERNEL.files()]
+    assert sum(text.count('visibility("default")') for text in sources) == 1
 
 
 def test_no_load_makes_equal_plans():

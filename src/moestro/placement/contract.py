@@ -232,6 +232,7 @@ class TokenOrigins:
         by_node: float64[nodes, layers, experts], tokens of the sources in each node; nodes in ascending order.
         by_device: float64[devices, layers, experts], tokens of the sources on each device.
         by_source: float64[sources, layers], tokens of each source.
+        least, most: float64[layers, experts], tokens of the live device with the fewest and with the most.
         node_at: int64[devices], index into `by_node` of each device.
     """
 
@@ -239,6 +240,8 @@ class TokenOrigins:
     by_node: Floats
     by_device: Floats
     by_source: Floats
+    least: Floats
+    most: Floats
     node_at: NDArray[np.int64]
 
     def of_layers(self, layers: NDArray[np.integer]) -> TokenOrigins:
@@ -248,6 +251,8 @@ class TokenOrigins:
             self.by_node[:, layers],
             self.by_device[:, layers],
             self.by_source[:, layers],
+            self.least[layers],
+            self.most[layers],
             self.node_at,
         )
 
@@ -255,20 +260,24 @@ class TokenOrigins:
 def origins_of(load: ExpertLoad, devices: Devices) -> TokenOrigins:
     """Sum a load by the places of its sources."""
     nodes, node_at = np.unique(devices.node_of, return_inverse=True)
-    if np.array_equal(devices.source_on, np.arange(devices.num_devices)):
-        by_device = load.tokens
-    else:
-        by_device = _summed(load.tokens, devices.source_on, devices.num_devices)
-    by_node = _summed(load.tokens, node_at[devices.source_on], len(nodes))
-    return TokenOrigins(by_node.sum(axis=0), by_node, by_device, load.tokens.sum(axis=2), node_at)
-
-
-def _summed(tokens: Floats, place: NDArray[np.integer], num_places: int) -> Floats:
-    """Return float64[places, layers, experts]."""
-    sums = np.zeros((num_places, *tokens.shape[1:]))
-    for source, at in enumerate(place.tolist()):
-        sums[at] += tokens[source]
-    return sums
+    sources, shape = devices.source_on.tolist(), load.tokens.shape[1:]
+    is_own = sources == list(range(devices.num_devices))
+    by_device = load.tokens if is_own else np.zeros((devices.num_devices, *shape))
+    by_node, by_source = np.zeros((len(nodes), *shape)), np.empty(load.tokens.shape[:2])
+    least, most = np.full(shape, np.inf), np.zeros(shape)
+    # All sums of a source at once, because reading the tokens of all of them takes most of the time.
+    for source, device in enumerate(sources):
+        tokens = load.tokens[source]
+        by_node[node_at[device]] += tokens
+        by_source[source] = tokens.sum(axis=1)
+        if not is_own:
+            by_device[device] += tokens
+        elif devices.is_alive[device]:
+            np.minimum(least, tokens, out=least)
+            np.maximum(most, tokens, out=most)
+    if not is_own and devices.is_alive.any():
+        least, most = by_device[devices.is_alive].min(axis=0), by_device[devices.is_alive].max(axis=0)
+    return TokenOrigins(by_node.sum(axis=0), by_node, by_device, by_source, least, most, node_at)
 
 
 _ACTIVATION_BYTES = 2

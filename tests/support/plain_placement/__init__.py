@@ -64,7 +64,8 @@ def _exchanged_starts(view: PlaceView) -> tuple[Holders, Holders]:
     present = present_packing(covered, problem)
     improve(problem, present, _ROUNDS, allowance_of(PlaceLimits(), 1, problem.shape[2]))
     first, second = (
-        table_of(view, each).num_copies > 0 for each in (present, start_anew(problem, copy_counts(problem), _ROUNDS))
+        table_of(view, each.expert, each.share).num_copies > 0
+        for each in (present, start_anew(problem, copy_counts(problem), _ROUNDS))
     )
     return first, second
 

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
+from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import EMPTY
 from moestro.native.compiler import PLACEMENT_KERNEL, PLAIN
@@ -19,40 +21,85 @@ from moestro.placement.contract import Floats
 from moestro.placement.search.problem import Experts, Packing, PlaceProblem, QueuedCopies, StepPrices
 
 
-class _Problem(ctypes.Structure):
-    _fields_ = (
-        *((name, INT) for name in ("num_batches", "num_experts", "num_devices", "num_slots")),
-        *((name, POINTER) for name in ("speed", "room", "row_s", "moved")),
-        ("move_s", DOUBLE),
+def _fields(*kinds: tuple[type, str]) -> list[tuple[str, type]]:
+    """Return the fields of a structure in order, by their types; names are separated by blanks."""
+    return [(name, kind) for kind, names in kinds for name in names.split()]
+
+
+class _Stage(ctypes.Structure):
+    """A structure for the kernel, which keeps the arrays alive to which it points."""
+
+    arrays: dict[str, NDArray[np.generic]]
+
+    @classmethod
+    def of(cls, **values: NDArray[np.generic] | float | None) -> Self:
+        """Make one of its fields; an array that is not contiguous is copied, so the kernel cannot change it."""
+        arrays = {name: np.ascontiguousarray(each) for name, each in values.items() if isinstance(each, np.ndarray)}
+        made = cls(**(values | {name: each.ctypes.data for name, each in arrays.items()}))
+        made.arrays = arrays
+        return made
+
+
+class _Problem(_Stage):
+    _fields_ = _fields(
+        (INT, "num_batches num_experts num_devices num_slots"), (POINTER, "speed room row_s moved"), (DOUBLE, "move_s")
     )
 
 
-class _Packing(ctypes.Structure):
-    _fields_ = tuple((name, POINTER) for name in ("expert", "share", "work", "held"))
+class _Packing(_Stage):
+    _fields_ = _fields((POINTER, "expert share work held"))
 
 
-_STEP_ARRAYS = ("work_s", "near_s", "sooner_s", "rest_s", "speed", "node_at", "room", "moved")
-
-
-class _StepPrices(ctypes.Structure):
-    _fields_ = (
-        *((name, INT) for name in ("num_layers", "num_experts", "num_devices", "num_slots")),
-        *((name, POINTER) for name in _STEP_ARRAYS),
-        ("move_s", DOUBLE),
-        ("may_receive", INT),
+class _CopyCounts(_Stage):
+    _fields_ = _fields(
+        (POINTER, "token_s idle log_idle"), (DOUBLE, "expert_s may_cost"), (POINTER, "counts"), (INT, "num_extra")
     )
 
 
-_ARGUMENTS: dict[str, tuple[type, ...]] = {
-    "best_exchanges": (POINTER, POINTER, INT, *[POINTER] * 6),
-    "pack": (*[POINTER] * 8, *[INT] * 3, *[POINTER] * 2),
-    "balance": (*[POINTER] * 4, INT, INT, DOUBLE, DOUBLE),
-    "lower_prices": (POINTER, POINTER, INT, INT, INT, DOUBLE, POINTER),
-}
+class _Queue(_Stage):
+    _fields_ = _fields(
+        (POINTER, "items item_work stay_s far_s adds joining_s room load expert"),
+        (INT, "num_copies num_joined has_speeds"),
+    )
+
+
+class _Pairs(_Stage):
+    _fields_ = _fields((POINTER, "batch one other floor best_slots gain"), (INT, "num_pairs"))
+
+
+class _Levels(_Stage):
+    _fields_ = _fields(
+        (POINTER, "largest each token_s idle log_idle"),
+        (DOUBLE, "expert_s slow least_gain stalled ridge kept"),
+        (INT, "num_rounds cycle num_parts num_share_steps"),
+    )
+
+
+class _Turns(_Stage):
+    _fields_ = _fields((POINTER, "cap"), (DOUBLE, "least_gain"), (INT, "num_turns"))
+
+
+_STEP_ARRAYS = "work_s near_s sooner_s rest_s speed node_at room moved"
+
+
+class _StepPrices(_Stage):
+    _fields_ = _fields(
+        (INT, "num_layers num_experts num_devices num_slots"),
+        (POINTER, _STEP_ARRAYS),
+        (DOUBLE, "move_s"),
+        (INT, "may_receive"),
+        (POINTER, "starts best"),
+        (INT, "num_starts num_best num_steps"),
+        (DOUBLE, "least_gain"),
+    )
+
+
+class _Search(ctypes.Structure):
+    _fields_ = _fields((POINTER, "problem packing counts queue pairs levels turns steps"))
 
 
 class SearchKernel:
-    """The compiled functions.
+    """The compiled search. Each method calls its one function with a stage of the search.
 
     Args:
         path: The compiled file.
@@ -62,7 +109,52 @@ class SearchKernel:
     """
 
     def __init__(self, path: Path) -> None:
-        self._function = load_functions(path, _ARGUMENTS)
+        self._search = load_functions(path, {"search": (POINTER,)})["search"]
+
+    def copy_counts(self, problem: PlaceProblem, num_extra: int, may_cost: float) -> Experts:
+        """Return what `replicas.copy_counts` returns.
+
+        Args:
+            num_extra: Copies of all experts beyond one each, at most.
+            may_cost: Its `COPIES_MAY_COST`.
+        """
+        found = np.empty(problem.token_s.shape, np.int64)
+        counts = _CopyCounts.of(
+            token_s=problem.token_s,
+            idle=problem.idle,
+            log_idle=problem.log_idle(),
+            expert_s=problem.expert_s,
+            may_cost=may_cost,
+            counts=found,
+            num_extra=num_extra,
+        )
+        self._run(problem=_problem_struct(problem), counts=counts)
+        return found
+
+    def pack(self, problem: PlaceProblem, room: Experts, copies: QueuedCopies) -> Experts:
+        """Place copies as `packing._place` does, and return what it returns.
+
+        Args:
+            room: int64[devices], slots of each device.
+            copies: What is placed; its `load` is changed.
+        """
+        expert = np.full((problem.shape[0], *problem.room.shape), EMPTY, np.int64)
+        queue = _Queue.of(
+            items=copies.items,
+            item_work=copies.item_work,
+            stay_s=copies.stay_s,
+            far_s=copies.far_s,
+            adds=copies.adds,
+            joining_s=copies.joining_s,
+            room=room,
+            load=copies.load,
+            expert=expert,
+            num_copies=copies.items.shape[1],
+            num_joined=copies.adds.shape[1],
+            has_speeds=int(problem.speed.min() != problem.speed.max()),
+        )
+        self._run(problem=_problem_struct(problem), queue=queue)
+        return expert
 
     def best_exchanges(
         self, problem: PlaceProblem, packing: Packing, batch: Experts, devices: Experts, floor: Floats
@@ -75,44 +167,42 @@ class SearchKernel:
             floor: float64[pairs], seconds.
         """
         best, gain = np.empty(devices.shape, np.int64), np.empty(len(batch))
-        inputs = [np.ascontiguousarray(each) for each in (batch, devices[0], devices[1], floor)]
-        addresses = [each.ctypes.data for each in (*inputs, best, gain)]
-        self._function["best_exchanges"](*_structs(problem, packing), len(batch), *addresses)
+        one, other = devices
+        arrays = {"batch": batch, "one": one, "other": other, "floor": floor, "best_slots": best, "gain": gain}
+        pairs = _Pairs.of(**arrays, num_pairs=len(batch))
+        self._run(problem=_problem_struct(problem), packing=_packing_struct(packing), pairs=pairs)
         return best, gain
 
-    def balance(
-        self,
-        problem: PlaceProblem,
-        packing: Packing,
-        largest: Floats,
-        each: Floats,
-        rounds: tuple[int, int, float, float],
-    ) -> None:
-        """Make the rounds of `descent.balance` without an allowance.
+    def level(self, problem: PlaceProblem, packing: Packing, goal: tuple[Floats, Floats], **numbers: float) -> None:
+        """Make rounds of `packing.balance`, then steps of `replicas.share_out`, in each of some parts.
 
         Args:
-            largest, each: Fields of the goal.
-            rounds: Their number, and `CYCLE`, `SLOW` and `LEAST_GAIN` of `descent`.
+            goal: Fields of `packing.Goal`, or `share_out`'s target twice.
+            numbers: Fields of `Levels` in the kernel; those that are left out are 0.
         """
-        largest, each = np.ascontiguousarray(largest), np.ascontiguousarray(each)
-        self._function["balance"](*_structs(problem, packing), largest.ctypes.data, each.ctypes.data, *rounds)
-
-    def pack(self, problem: PlaceProblem, room: Experts, copies: QueuedCopies) -> Experts:
-        """Place copies as `packing._place` does, and return what it returns.
-
-        Args:
-            room: int64[devices], slots of each device.
-            copies: What is placed; its `load` is changed.
-        """
-        expert = np.full((problem.shape[0], *problem.room.shape), EMPTY, np.int64)
-        inputs = (copies.items, copies.item_work, copies.stay_s, copies.far_s, copies.adds, copies.joining_s, room)
-        arrays = [None if each is None else np.ascontiguousarray(each) for each in inputs]
-        addresses = [None if each is None else each.ctypes.data for each in arrays]
-        sizes = (copies.items.shape[1], copies.adds.shape[1], int(problem.speed.min() != problem.speed.max()))
-        self._function["pack"](
-            _problem_struct(problem), *addresses, *sizes, copies.load.ctypes.data, expert.ctypes.data
+        levels = _Levels.of(
+            largest=goal[0],
+            each=goal[1],
+            token_s=problem.token_s,
+            idle=problem.idle,
+            log_idle=problem.log_idle(),
+            expert_s=problem.expert_s,
+            **numbers,
         )
-        return expert
+        self._run(problem=_problem_struct(problem), packing=_packing_struct(packing), levels=levels)
+
+    def bring_near(
+        self, problem: PlaceProblem, packing: Packing, cap: Floats, num_turns: int, least_gain: float
+    ) -> None:
+        """Make the turns of `packing.bring_near` without an allowance.
+
+        Args:
+            cap: float64[batches], load that no device may exceed for it.
+            num_turns: Rotations at most.
+            least_gain: `LEAST_GAIN` of `packing`.
+        """
+        turns = _Turns.of(cap=cap, num_turns=num_turns, least_gain=least_gain)
+        self._run(problem=_problem_struct(problem), packing=_packing_struct(packing), turns=turns)
 
     def lower_prices(self, prices: StepPrices, starts: Experts, limits: tuple[int, int, float]) -> Experts:
         """Take the steps of `by_price.lower_prices`, and return what it returns.
@@ -122,25 +212,39 @@ class SearchKernel:
             limits: Starts of a layer from which steps are taken, steps from each, and `LEAST_GAIN` of `by_price`.
         """
         num_layers, num_experts, num_devices = prices.near_s.shape
-        arrays = [np.ascontiguousarray(getattr(prices, name)) for name in _STEP_ARRAYS]
-        addresses = [each.ctypes.data for each in arrays]
-        sizes = (num_layers, num_experts, num_devices, starts.shape[3])
-        struct = _StepPrices(*sizes, *addresses, prices.move_s, int(prices.may_receive))
-        starts = np.ascontiguousarray(starts)
-        best: Experts = np.empty_like(starts[0])
-        self._function["lower_prices"](ctypes.byref(struct), starts.ctypes.data, len(starts), *limits, best.ctypes.data)
+        best: Experts = np.empty(starts.shape[1:], np.int64)
+        arrays = {name: getattr(prices, name) for name in _STEP_ARRAYS.split()}
+        steps = _StepPrices.of(
+            num_layers=num_layers,
+            num_experts=num_experts,
+            num_devices=num_devices,
+            num_slots=starts.shape[3],
+            **arrays,
+            move_s=prices.move_s,
+            may_receive=int(prices.may_receive),
+            starts=starts,
+            best=best,
+            num_starts=len(starts),
+            num_best=limits[0],
+            num_steps=limits[1],
+            least_gain=limits[2],
+        )
+        self._run(steps=steps)
         return best
 
+    def _run(self, **stages: _Stage) -> None:
+        """Call the function. Stages that are not named do nothing."""
+        self._search(ctypes.byref(_Search(**{name: ctypes.addressof(each) for name, each in stages.items()})))
 
-def _structs(problem: PlaceProblem, packing: Packing) -> tuple[ctypes._CArgObject, ctypes._CArgObject]:
-    figures = (packing.expert, packing.share, packing.work, packing.held)
-    return _problem_struct(problem), ctypes.byref(_Packing(*(each.ctypes.data for each in figures)))
+
+def _problem_struct(problem: PlaceProblem) -> _Problem:
+    sizes = dict(zip(("num_batches", "num_experts", "num_devices", "num_slots"), problem.shape, strict=True))
+    arrays = {"speed": problem.speed, "room": problem.room, "row_s": problem.row_s, "moved": problem.moved}
+    return _Problem.of(**sizes, **arrays, move_s=problem.move_s)
 
 
-def _problem_struct(problem: PlaceProblem) -> ctypes._CArgObject:
-    row_s = None if problem.row_s is None else problem.row_s.ctypes.data
-    arrays = (problem.speed.ctypes.data, problem.room.ctypes.data, row_s, problem.moved.ctypes.data)
-    return ctypes.byref(_Problem(*problem.shape, *arrays, problem.move_s))
+def _packing_struct(packing: Packing) -> _Packing:
+    return _Packing.of(expert=packing.expert, share=packing.share, work=packing.work, held=packing.held)
 
 
 _is_left_out = ContextVar("is_left_out", default=False)

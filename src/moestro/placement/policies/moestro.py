@@ -275,9 +275,12 @@ class _Plan:
 
     def _table(self, layers: NDArray[np.intp], plan: Packing) -> ExpertTable:
         """Return the base with some layers from a plan; what a device keeps stays in its slot."""
-        final = self._all_layers(self.base)
-        final.put(layers, in_old_slots(plan.of_layers(layers), self.base.expert[layers]))
-        return table_of(self.view, final)
+        base = self.base
+        expert, share = base.expert.copy(), base.share.copy()
+        expert[layers], share[layers] = in_old_slots(
+            (plan.expert[layers], plan.share[layers]), base.expert[layers], self.problem.shape[1]
+        )
+        return table_of(self.view, expert, share)
 
     def _searched(
         self,
@@ -293,23 +296,30 @@ class _Plan:
             counts: int64[layers, experts], the best numbers of copies.
         """
         near, far = layers_of
-        plan, layers = self._all_layers(self.base), np.sort(np.concatenate([near, far]))
-        if len(near):
-            warm = plan.of_layers(near)
-            prepare(self.problem.of_layers(near), warm, counts[near], limits, allowance)
-            plan.put(near, warm)
-        if len(far):
-            plan.put(far, pack_anew(self.problem.of_layers(far), counts[far]))
+        layers = np.sort(np.concatenate([near, far]))
+        if len(far) == self.problem.shape[0]:  # nothing of the base stays
+            plan = pack_anew(self.problem, counts)
+        else:
+            plan = self._all_layers(self.base)
+            if len(near):
+                warm = plan.of_layers(near)
+                prepare(self.problem.of_layers(near), warm, counts[near], limits, allowance)
+                plan.put(near, warm)
+            if len(far):
+                plan.put(far, pack_anew(self.problem.of_layers(far), counts[far]))
         if len(layers):
             target = np.where(np.isin(layers, far), closer(limits.target), limits.target)
-            changed = plan.of_layers(layers)
+            changed = plan if len(layers) == self.problem.shape[0] else plan.of_layers(layers)
             settle(self.problem.of_layers(layers), changed, replace(limits, target=target), allowance)
-            plan.put(layers, changed)
+            if changed is not plan:
+                plan.put(layers, changed)
         return plan
 
     def _better(self, offer: _Offer, other: Packing, priced: LayerOffers, left: Allowance) -> _Offer:
         """Return the better of an offer and the same with those layers from another plan that gain by it."""
         is_better = self._net(priced) > self._net(offer.layers)
+        if not is_better.any():
+            return offer
         best, rows = self._all_layers(offer.plan), np.flatnonzero(is_better)
         best.put(rows, other.of_layers(rows))
         mixed = _Offer.of(self, best, offer.layers.with_layers(is_better, priced), left)

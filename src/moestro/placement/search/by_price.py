@@ -47,7 +47,7 @@ def step_prices(
     prices, live = view.prices, np.flatnonzero(view.devices.is_alive)
     own_s, node_s, far_s = prices.row_s
     total = origin.total[layers]
-    owned = origin.by_device[live][:, layers].transpose(1, 2, 0)
+    owned = origin.by_device[live[:, None], layers].transpose(1, 2, 0)
     node_at = origin.node_at[live]
     of_node = origin.by_node[:, layers][node_at].transpose(1, 2, 0)
     sooner_s = (far_s - node_s) * owned
@@ -344,7 +344,7 @@ class PriceSearch:
         view, origin, speed = self.pricer.view, self.pricer.origin, self.problem.speed
         total, (_, node_s, far_s) = origin.total, view.prices.row_s
         # Rows come and answers return; at best, all of them stay within their node, and those of a device on it.
-        own = origin.by_device[view.devices.is_alive].max(axis=0).sum(axis=1)
+        own = origin.most.sum(axis=1)
         rows_s: Floats = 2 * node_s * (total.sum(axis=1) - own) / len(speed)
         if len(set(view.prices.row_s)) > 1 and len(origin.by_node) > 1:
             in_node = origin.by_node.max(axis=0).sum(axis=1)

@@ -155,6 +155,11 @@ CYCLE = 3  # rounds, in the last of which the heaviest device alone looks for an
 SLOW = 0.2  # part of what is above its goal by which a cycle lowers a batch at least, or the batch is left
 
 
+def balance_numbers() -> dict[str, float]:
+    """Return the constants of `balance` for the kernel."""
+    return {"cycle": CYCLE, "slow": SLOW, "least_gain": LEAST_GAIN}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Goal:
     """Loads that are low enough, in seconds.
@@ -177,7 +182,9 @@ def balance(problem: PlaceProblem, packing: Packing, goal: Goal, num_rounds: int
     """
     kernel = None if allowance.is_limited else search_kernel()
     if kernel is not None:
-        kernel.balance(problem, packing, goal.largest, goal.each, (num_rounds, CYCLE, SLOW, LEAST_GAIN))
+        kernel.level(
+            problem, packing, (goal.largest, goal.each), num_rounds=num_rounds, num_parts=1, **balance_numbers()
+        )
         return
     batch, before = np.arange(len(goal.each)), np.full(len(goal.each), np.inf)
     for turn in range(num_rounds):
@@ -213,6 +220,10 @@ def bring_near(problem: PlaceProblem, packing: Packing, cap: Floats, num_turns: 
         cap: float64[batches], load that no device may exceed for it.
         num_turns: Rotations at most; as many as there are devices pair each one with every other one.
     """
+    kernel = None if allowance.is_limited else search_kernel()
+    if kernel is not None:
+        kernel.bring_near(problem, packing, cap, num_turns, LEAST_GAIN)
+        return
     num_devices = len(problem.speed)
     cycle = num_devices - 1 + num_devices % 2
     every, batch = np.arange(cycle), np.arange(len(cap))

@@ -91,6 +91,13 @@ class PlaceProblem:
             work += np.where(share > 0, reads, 0.0)
         return work
 
+    def log_idle(self) -> Floats | None:
+        """Return float64[batches, experts], logarithms of `idle`, 0 where that is 0; None if they are not needed."""
+        is_idle = self.idle > 0
+        if not (self.expert_s > 0 and is_idle.any()):
+            return None
+        return np.log(np.where(is_idle, self.idle, 1.0))
+
     def load(self, work: Floats) -> Floats:
         """Return float64[batches, devices], seconds of each device."""
         load: Floats = work.sum(axis=-1) / self.speed
@@ -188,7 +195,7 @@ def _ways_of_rows(view: PlaceView, origin: TokenOrigins, live: NDArray[np.intp])
     by_node = origin.by_node[np.unique(origin.node_at[live])]
     # What the mean is above the least cannot be more than this, which takes a fraction of the time.
     most_s = abs(far_s - node_s) * np.ptp(by_node, axis=0).sum(axis=1)
-    most_s += abs(node_s - own_s) * np.ptp(origin.by_device[live], axis=0).sum(axis=1)
+    most_s += abs(node_s - own_s) * (origin.most - origin.least).sum(axis=1)
     if (most_s <= worth_s).all():
         return None
     row_s = np.zeros((origin.total.shape[0], origin.total.shape[1] + 1, len(live)))
@@ -303,31 +310,34 @@ def normal_shares(expert: Experts, share: Floats, num_experts: int) -> Floats:
     return np.where(totals > 0, scaled, even_shares(expert, num_experts))
 
 
-def in_old_slots(packing: Packing, old: Experts) -> Packing:
+def in_old_slots(copies: tuple[Experts, Floats], old: Experts, num_experts: int) -> tuple[Experts, Floats]:
     """Order the slots of each device so that an expert which it held stays in its slot.
 
     Args:
+        copies: int64[batches, devices, slots] and float64 of the same shape, experts and shares.
         old: int64[batches, devices, slots], experts before.
+        num_experts: Experts of a batch.
+
+    Returns:
+        The copies in that order.
     """
-    expert = packing.expert
+    expert, share = copies
     num_batches, num_devices, num_slots = expert.shape
-    num_experts = packing.held.shape[1]  # EMPTY is the last one
+    num_rows = num_experts + 1  # EMPTY is the last one
     base = np.arange(num_batches * num_devices).reshape(num_batches, num_devices, 1)
-    at = np.zeros(num_batches * num_devices * num_experts, np.int16)
-    at[base * num_experts + old % num_experts] = np.arange(1, num_slots + 1)  # 0 stands for not held
-    at[num_experts - 1 :: num_experts] = 0
-    slot = at.take(base * num_experts + expert % num_experts).astype(np.int64) - 1
+    at = np.zeros(num_batches * num_devices * num_rows, np.int16)
+    at[base * num_rows + old % num_rows] = np.arange(1, num_slots + 1)  # 0 stands for not held
+    at[num_experts::num_rows] = 0
+    slot = at.take(base * num_rows + expert % num_rows).astype(np.int64) - 1
     is_kept, is_taken = slot >= 0, np.zeros(expert.shape, np.bool_)
     to = (base * num_slots + slot)[is_kept]
     is_taken.reshape(-1)[to] = True
-    source = np.empty(
-        expert.shape, np.int64
-    )  # slot from which each slot is filled: what is new takes free slots in order
+    # Slot from which each slot is filled: what is new takes free slots in order.
+    source = np.empty(expert.shape, np.int64)
     source.reshape(-1)[to] = np.nonzero(is_kept)[2]
     source[~is_taken] = np.nonzero(~is_kept)[2]
     flat = base * num_slots + source
-    share, work = packing.share.reshape(-1).take(flat), packing.work.reshape(-1).take(flat)
-    return Packing(expert.reshape(-1).take(flat), share, work, packing.held)
+    return expert.reshape(-1).take(flat), share.reshape(-1).take(flat)
 
 
 @dataclass(slots=True, eq=False)
@@ -520,11 +530,15 @@ class Pricer:
         else:
             load = ExpertLoad(load.tokens[:, layers], load.variance[layers], load.activated[layers], load.num_steps)
             origin = origin.of_layers(layers)
-        found = score_slots(load, _slots_of(view, packing), view.devices, view.prices, origin)
+        found = score_slots(load, _slots_of(view, packing.expert, packing.share), view.devices, view.prices, origin)
         num_devices = self.problem.shape[2]
-        every = np.arange(num_devices)[:, None]
-        row, device, slot = np.nonzero(self.problem.moved[layers[:, None, None], packing.expert, every])
-        is_near = self.in_node[device, layers[row], packing.expert[row, device, slot]]
+        # Indices into flat arrays: several times faster than indices by axis.
+        num_layers, num_rows, _ = self.problem.moved.shape  # the last row is that of EMPTY
+        what = layers[:, None, None] * num_rows + packing.expert % num_rows
+        is_moved = self.problem.moved.reshape(-1).take(what * num_devices + np.arange(num_devices)[:, None])
+        row, device, slot = np.nonzero(is_moved)
+        expert = packing.expert[row, device, slot]
+        is_near = self.in_node.reshape(-1).take((device * num_layers + layers[row]) * (num_rows - 1) + expert)
         _, node_s, far_s = (view.prices.expert_bytes / each for each in view.prices.move_bytes_per_s)
         index, shape = row * num_devices + device, (len(layers), num_devices)
         receives = np.bincount(index, minlength=shape[0] * shape[1]).reshape(shape)
@@ -545,18 +559,22 @@ def present_packing(view: PlaceView, problem: PlaceProblem) -> Packing:
     return packing_of(problem, expert, share)
 
 
-def table_of(view: PlaceView, packing: Packing) -> ExpertTable:
-    """Return placements as a table with a layer each, and without shares where all copies have equal ones."""
-    logical_of, parts = _slots_of(view, packing)
-    is_even = np.abs(packing.share - even_shares(packing.expert, view.table.num_experts)).max(initial=0.0) <= SAME_SHARE
+def table_of(view: PlaceView, expert: Experts, share: Floats) -> ExpertTable:
+    """Return placements as a table with a layer each, and without shares where all copies have equal ones.
+
+    Args:
+        expert, share: [layers, devices, slots] each.
+    """
+    logical_of, parts = _slots_of(view, expert, share)
+    is_even = np.abs(share - even_shares(expert, view.table.num_experts)).max(initial=0.0) <= SAME_SHARE
     shares = None if is_even else parts
     return ExpertTable(view.table.version + 1, logical_of, view.table.num_experts, view.devices.is_alive.copy(), shares)
 
 
-def _slots_of(view: PlaceView, packing: Packing) -> tuple[NDArray[np.int32], Floats]:
+def _slots_of(view: PlaceView, expert: Experts, share: Floats) -> tuple[NDArray[np.int32], Floats]:
     """Return int32[devices, layers, slots] and float64 of the same shape, experts and shares, EMPTY on dead devices."""
     live = view.devices.is_alive
-    shape = (len(live), len(packing.expert), packing.expert.shape[2])
+    shape = (len(live), len(expert), expert.shape[2])
     logical_of, parts = np.full(shape, EMPTY, np.int32), np.zeros(shape)
-    logical_of[live], parts[live] = packing.expert.swapaxes(0, 1), packing.share.swapaxes(0, 1)
+    logical_of[live], parts[live] = expert.swapaxes(0, 1), share.swapaxes(0, 1)
     return logical_of, parts

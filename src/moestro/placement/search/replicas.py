@@ -7,6 +7,7 @@ So one linear system gives the shares that equalise all loads, where none become
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import EMPTY
 from moestro.placement.contract import Floats
+from moestro.placement.kernel.choice import search_kernel
 from moestro.placement.score import idle_parts
 from moestro.placement.search.problem import TINY, Allowance, Experts, Packing, PlaceProblem, live_counts
 
@@ -33,24 +35,36 @@ def copy_work(problem: PlaceProblem, counts: Experts) -> Floats:
     return work
 
 
-def _work_of(problem: PlaceProblem, batch: NDArray[np.intp], expert: Experts, counts: Experts) -> Floats:
-    """Return `copy_work` of single experts."""
+def _work_of(
+    problem: PlaceProblem, log_idle: Floats | None, batch: NDArray[np.intp], expert: Experts, counts: Experts
+) -> Floats:
+    """Return `copy_work` of single experts, by operations that the kernel repeats.
+
+    Args:
+        log_idle: That of the problem.
+    """
     work: Floats = problem.token_s[batch, expert] / counts
     if problem.expert_s > 0:
-        work = work + problem.expert_s * (1 - idle_parts(problem.idle[batch, expert], 1.0 / counts))
+        logs = None if log_idle is None else log_idle[batch, expert]
+        work = work + problem.expert_s * (1 - _idle_parts(problem.idle[batch, expert], logs, 1.0 / counts))
     return work
 
 
 def copy_counts(problem: PlaceProblem) -> Experts:
     """Give each further copy to the expert with the most work per copy; stop where reading weights costs more.
 
+    The compiled kernel does the same (`kernel/source/counts.cpp`).
+
     Returns:
         int64[batches, experts], at least 1 and at most the number of devices.
     """
     num_batches, num_experts, num_devices, _ = problem.shape
     num_extra = min(int(problem.room.sum()), num_experts * num_devices) - num_experts
+    kernel = search_kernel()
+    if kernel is not None:
+        return kernel.copy_counts(problem, num_extra, COPIES_MAY_COST)
     counts = np.ones((num_batches, num_experts), np.int64)
-    every = np.arange(num_batches)
+    every, log_idle = np.arange(num_batches), problem.log_idle()
     per_copy = copy_work(problem, counts)
     total, speed = per_copy.sum(axis=1), problem.speed.sum()
     given, bounds = np.zeros((num_extra, num_batches), np.int64), np.empty((num_extra + 1, num_batches))
@@ -61,12 +75,12 @@ def copy_counts(problem: PlaceProblem) -> Experts:
         if i == num_extra:
             break
         given[i] = most
-        total -= (per_copy * counts)[every, most] if problem.expert_s > 0 else 0.0
-        counts[every, most] += 1
-        now = counts[every, most]
-        work = _work_of(problem, every, most, now)
+        now = counts[every, most] + 1
+        work = _work_of(problem, log_idle, every, most, now)
         if problem.expert_s > 0:
+            total -= per_copy[every, most] * (now - 1)
             total += work * now
+        counts[every, most] = now
         per_copy[every, most] = np.where(now < num_devices, work, -1.0)
     if problem.expert_s > 0:
         allowed = bounds <= bounds.min(axis=0) * (1 + COPIES_MAY_COST)
@@ -137,7 +151,7 @@ def add_copies(problem: PlaceProblem, packing: Packing, threshold: Floats, allow
     """
     num_batches, num_experts, num_devices, num_slots = problem.shape
     counts, every = live_counts(packing.expert, num_experts), np.arange(num_batches)
-    per_copy = np.where(counts < num_devices, copy_work(problem, counts), -1.0)
+    per_copy, log_idle = np.where(counts < num_devices, copy_work(problem, counts), -1.0), problem.log_idle()
     spared = np.append(_spared(problem.token_s, counts), np.zeros((num_batches, 1)), axis=1)
     for _ in range(num_devices):
         hot = per_copy.argmax(axis=1)
@@ -164,7 +178,7 @@ def add_copies(problem: PlaceProblem, packing: Packing, threshold: Floats, allow
         counts[batch[is_taken], leaves[is_taken]] -= 1
         now = counts[row, what]
         spared[row, what] = _spared(problem.token_s[row, what], now)
-        per_copy[row, what] = np.where(now < num_devices, _work_of(problem, row, what, now), -1.0)
+        per_copy[row, what] = np.where(now < num_devices, _work_of(problem, log_idle, row, what, now), -1.0)
 
 
 def _slots_to_fill(
@@ -217,24 +231,39 @@ def put_copies(
 
 RIDGE = 1e-4  # of the even load: joins devices that no expert joins, so that the system can be solved
 KEPT = 0.05  # part of a share that a step keeps at least, so that the share can grow again
+CELLS = 1 << 22  # of the matrices that are solved at once
 
 
 def share_out(problem: PlaceProblem, packing: Packing, target: Floats, num_steps: int) -> None:
     """Set the shares of all copies so that the largest load falls, in place.
 
-    A batch whose largest load is at most its target is left alone, and so is one that no step improves.
+    A batch whose largest load is at most its target is left alone, and so is one that no step improves. The compiled
+    kernel does the same (`kernel/source/shares.cpp`).
 
     Args:
         target: float64[batches], seconds.
         num_steps: Newton steps at most.
     """
+    kernel = search_kernel()
+    if kernel is not None:
+        kernel.level(problem, packing, (target, target), num_parts=1, num_share_steps=num_steps, **share_numbers())
+        return
     best = problem.load(packing.work).max(axis=1)
     batch = np.flatnonzero(best > target)
-    if not len(batch) or not num_steps:
-        return
-    copies = _shared_copies(problem, packing, batch)
-    if not len(copies.row):
-        return
+    at_once = max(1, CELLS // problem.shape[2] ** 2)
+    for first in range(0, len(batch), at_once):
+        copies = _shared_copies(problem, packing, batch[first : first + at_once])
+        if len(copies.row):
+            _take_steps(packing, copies, (best, target), num_steps)
+
+
+def _take_steps(packing: Packing, copies: _SharedCopies, loads: tuple[Floats, Floats], num_steps: int) -> None:
+    """Take steps while they lower the largest loads.
+
+    Args:
+        loads: float64[batches] twice: the largest load, which is changed, and the target.
+    """
+    best, target = loads
     for _ in range(num_steps):
         copies = replace(copies, share=copies.stepped())
         largest = copies.load().max(axis=1)
@@ -249,6 +278,11 @@ def share_out(problem: PlaceProblem, packing: Packing, target: Floats, num_steps
             copies = copies.of_rows(left)
 
 
+def share_numbers() -> dict[str, float]:
+    """Return the constants of `share_out` for the kernel."""
+    return {"ridge": RIDGE, "kept": KEPT}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _SharedCopies:
     """Copies of the experts with several copies, in some batches. Arrays of copies have an entry for each one.
@@ -258,9 +292,10 @@ class _SharedCopies:
         fixed: float64[rows, devices], seconds of all other copies at speed 1.
         speed: float64[devices].
         expert_s: Seconds in which a device of speed 1 reads the weights of one activated expert.
+        one, other: int64[pairs], copies of an expert, the one before the other; pairs in the order of experts.
         row, device, slot: int64[copies], where each copy is.
         which: int64[copies], its expert, numbered within the row.
-        token_s, idle: float64[copies], of its expert, as in the problem.
+        token_s, idle, log_idle: float64[copies], of its expert, as in the problem.
         share: float64[copies].
     """
 
@@ -268,27 +303,33 @@ class _SharedCopies:
     fixed: Floats
     speed: Floats
     expert_s: float
+    one: Experts
+    other: Experts
     row: Experts
     device: Experts
     slot: Experts
     which: Experts
     token_s: Floats
     idle: Floats
+    log_idle: Floats
     share: Floats
 
     def of_rows(self, is_kept: NDArray[np.bool_]) -> _SharedCopies:
         """Return some rows."""
         in_kept, number = is_kept[self.row], np.cumsum(is_kept) - 1
-        names = [each.name for each in fields(self)][4:]
+        names = [each.name for each in fields(self)][6:]
         copies = {name: getattr(self, name)[in_kept] for name in names}
         copies["row"] = number[copies["row"]]
-        return replace(self, batch=self.batch[is_kept], fixed=self.fixed[is_kept], **copies)
+        at, pairs = np.cumsum(in_kept) - 1, in_kept[self.one]
+        one, other = at[self.one[pairs]], at[self.other[pairs]]
+        return replace(self, batch=self.batch[is_kept], fixed=self.fixed[is_kept], one=one, other=other, **copies)
 
     def work(self) -> Floats:
         """Return float64[copies], seconds of each copy at speed 1."""
         work: Floats = self.token_s * self.share
         if self.expert_s > 0:
-            work += np.where(self.share > 0, self.expert_s * (1 - idle_parts(self.idle, self.share)), 0.0)
+            idle = _idle_parts(self.idle, self.log_idle, self.share)
+            work += np.where(self.share > 0, self.expert_s * (1 - idle), 0.0)
         return work
 
     def load(self) -> Floats:
@@ -305,28 +346,101 @@ class _SharedCopies:
 
     def stepped(self) -> Floats:
         """Return float64[copies], shares after one step that leaves some of each; those of an expert sum to 1."""
-        num_rows, num_devices = self.fixed.shape
         load = self.load()
         unit = np.maximum((load * self.speed).sum(axis=1) / self.speed.sum(), TINY)
-        weight = self.share * self.token_s / unit[self.row]
-        # In single precision, which takes half the time: the next step corrects what this one rounds.
-        num_experts = int(self.which.max(initial=0)) + 1
-        parts = np.zeros((num_rows, num_experts, num_devices), np.float32)
-        weighted = np.zeros_like(parts)
-        index = self.row * num_experts + self.which
-        flat = index * num_devices + self.device  # half of the time of an index by axis
-        parts.reshape(-1)[flat], weighted.reshape(-1)[flat] = self.share, weight
-        graph = -(weighted.swapaxes(1, 2) @ parts)
-        every = np.arange(num_devices)
-        graph[:, every, every] += weighted.sum(axis=1) + np.float32(RIDGE)
         excess = ((load / unit[:, None] - 1) * self.speed).astype(np.float32)
-        price = np.linalg.solve(graph, excess[..., None])
-        mean = (parts @ price)[..., 0]
-        drop = price[self.row, self.device, 0] - mean[self.row, self.which]
-        kept = self.share * np.maximum(1 - drop.astype(np.float64), KEPT)
-        totals = np.bincount(index, kept, num_rows * num_experts)
+        price = self._prices(unit, excess)[self.row, self.device]
+        num_experts = int(self.which.max(initial=0)) + 1
+        index, num_cells = self.row * num_experts + self.which, len(load) * num_experts
+        mean = np.bincount(index, self.share * price, num_cells)[index]
+        kept = self.share * np.maximum(1 - (price - mean), KEPT)
+        totals = np.bincount(index, kept, num_cells)
         share: Floats = kept / np.maximum(totals, TINY)[index]
         return share
+
+    def _prices(self, unit: Floats, excess: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return float32[rows, devices], the solutions of the linear systems.
+
+        In single precision, which takes half the time: the next step corrects what this one rounds.
+
+        Args:
+            unit: float64[rows], seconds of the even load.
+            excess: float32[rows, devices], load above it.
+        """
+        num_rows, num_devices = self.fixed.shape
+        weight = self.share * self.token_s / unit[self.row]
+        at = self.row * num_devices + self.device
+        joined = np.bincount(
+            at[self.one] * num_devices + self.device[self.other],
+            weight[self.one] * self.share[self.other],
+            num_rows * num_devices**2,
+        ).reshape(num_rows, num_devices, num_devices)
+        matrix = -(joined + joined.swapaxes(1, 2)).astype(np.float32)
+        own = np.bincount(at, weight - weight * self.share, self.fixed.size).reshape(self.fixed.shape)
+        # Devices with few neighbours come first, which keeps the kernel's matrix sparse.
+        order = np.argsort(np.count_nonzero(matrix, axis=2), axis=1, kind="stable")
+        every = np.arange(num_devices)
+        matrix[:, every, every] = own + RIDGE
+        row, price = np.arange(num_rows)[:, None], np.empty_like(excess)
+        ordered = matrix[row[:, :, None], order[:, :, None], order[:, None]]
+        price[row, order] = _solved(ordered.transpose(1, 2, 0), excess[row, order].T).T
+        return price
+
+
+def _idle_parts(idle: Floats, log_idle: Floats | None, share: Floats) -> Floats:
+    """Return `score.idle_parts` by operations that the kernel repeats to the last bit.
+
+    Args:
+        log_idle: Logarithms of what is above 0; None means that nothing is.
+    """
+    parts = idle.copy()
+    if log_idle is not None:
+        some = np.flatnonzero((idle > 0) & (share < 1))
+        parts[some] = _exponentials(log_idle[some] * share[some])
+    return parts
+
+
+LOG2_E = float.fromhex("0x1.71547652b82fep+0")
+LN2_HIGH, LN2_LOW = float.fromhex("0x1.62e42fee00000p-1"), float.fromhex("0x1.a39ef35793c76p-33")
+
+
+def _exponentials(x: Floats) -> Floats:
+    """Return exp(x) of numbers up to 0. NumPy's own differs between processors, and from that of C++."""
+    x = np.maximum(x, -700.0)
+    twos = np.rint(x * LOG2_E)
+    rest = (x - twos * LN2_HIGH) - twos * LN2_LOW
+    total = np.full_like(x, 1.0 / math.factorial(13))
+    for n in range(12, -1, -1):
+        total = total * rest + 1.0 / math.factorial(n)
+    return np.ldexp(total, twos.astype(np.int64))
+
+
+def _solved(matrix: NDArray[np.float32], right: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Solve symmetric linear systems by elimination without pivots, which need none: no row is above its diagonal.
+
+    LAPACK's results differ between libraries and processors, and plans with them.
+
+    Args:
+        matrix: float32[n, n, systems], of which the upper half is read.
+        right: float32[n, systems].
+
+    Returns:
+        float32[n, systems].
+    """
+    matrix, right = np.ascontiguousarray(matrix), np.ascontiguousarray(right)
+    buffer, n = np.empty_like(matrix), len(right)
+    for k in range(n):
+        np.maximum(matrix[k, k], np.float32(RIDGE), out=matrix[k, k])  # rounding must not let a diagonal vanish
+        row = matrix[k, k + 1 :]
+        if not row.any():
+            continue
+        factor, some = row / matrix[k, k], slice(k + 1, n)
+        matrix[some, some] -= np.multiply(factor[:, None], row, out=buffer[some, some])
+        right[some] -= factor * right[k]
+    for k in range(n - 1, -1, -1):
+        right[k] /= matrix[k, k]
+        right[:k] -= matrix[:k, k] * right[k]
+    return right
 
 
 def _shared_copies(problem: PlaceProblem, packing: Packing, batch: NDArray[np.intp]) -> _SharedCopies:
@@ -337,16 +451,38 @@ def _shared_copies(problem: PlaceProblem, packing: Packing, batch: NDArray[np.in
     of_slot = is_shared[np.arange(len(batch))[:, None, None], expert] & (expert != EMPTY)
     row, device, slot = np.nonzero(of_slot)
     what = expert[row, device, slot]
+    log_idle = problem.log_idle()
+    one, other = _pairs(row * num_experts + what)
     return _SharedCopies(
         batch,
         np.where(of_slot, 0.0, work).sum(axis=2),
         problem.speed,
         problem.expert_s,
+        one,
+        other,
         row,
         device,
         slot,
         (np.cumsum(is_shared, axis=1) - 1)[row, what],
         problem.token_s[batch[row], what],
         problem.idle[batch[row], what],
+        np.zeros(len(row)) if log_idle is None else log_idle[batch[row], what],
         packing.share[batch[row], device, slot],
     )
+
+
+def _pairs(group: Experts) -> tuple[Experts, Experts]:
+    """Return int64[pairs] twice: members of one group each, the first one before the second; by group and member.
+
+    Args:
+        group: int64[members], group of each.
+    """
+    members = np.argsort(group, kind="stable")
+    ordered = group[members]
+    last = np.searchsorted(ordered, ordered, side="right")
+    nth = np.arange(len(group))
+    num_later = last - nth - 1
+    one = np.repeat(nth, num_later)
+    begin = np.cumsum(num_later) - num_later
+    other = one + 1 + np.arange(len(one)) - begin[one]
+    return members[one], members[other]

@@ -13,8 +13,19 @@ from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import EMPTY
 from moestro.placement.contract import Floats, PlaceLimits
+from moestro.placement.kernel.choice import search_kernel
 from moestro.placement.search.filling import recover
-from moestro.placement.search.packing import CYCLE, LEAST_GAIN, Goal, balance, bring_near, exchange, pack, swap
+from moestro.placement.search.packing import (
+    CYCLE,
+    LEAST_GAIN,
+    Goal,
+    balance,
+    balance_numbers,
+    bring_near,
+    exchange,
+    pack,
+    swap,
+)
 from moestro.placement.search.problem import (
     Allowance,
     Experts,
@@ -27,7 +38,14 @@ from moestro.placement.search.problem import (
     live_counts,
     packing_of,
 )
-from moestro.placement.search.replicas import add_copies, copy_counts, copy_work, share_out, suit_pairs
+from moestro.placement.search.replicas import (
+    add_copies,
+    copy_counts,
+    copy_work,
+    share_numbers,
+    share_out,
+    suit_pairs,
+)
 
 
 def fill_hottest(problem: PlaceProblem, packing: Packing, level: Floats) -> NDArray[np.bool_]:
@@ -262,11 +280,30 @@ def level(problem: PlaceProblem, packing: Packing, limits: SearchLimits, allowan
             # The others become level too, so that in the next window few can be the largest.
             first = Goal(np.where(is_hot, goal.each, goal.largest), goal.each)
             balance(problem, packing, first, CYCLE * int(is_hot.any()), allowance)
-    # Shares level what exchanges began: a few of them join devices with too much work to others with too little.
     num_parts = LEVELS if limits.num_share_steps and _can_share(problem) else 1
+    _level_by_turns(problem, packing, goal, (math.ceil(num_rounds / num_parts), num_parts, limits), allowance)
+
+
+def _level_by_turns(
+    problem: PlaceProblem, packing: Packing, goal: Goal, how: tuple[int, int, SearchLimits], allowance: Allowance
+) -> None:
+    """Exchange copies and set shares in turn.
+
+    Shares level what exchanges began: a few of them join devices with too much work to others with too little.
+
+    Args:
+        how: Rounds of exchanges in each turn, turns, and the limits of the search.
+    """
+    num_rounds, num_parts, limits = how
+    kernel = None if allowance.is_limited else search_kernel()
+    if kernel is not None:
+        numbers = balance_numbers() | share_numbers() | {"num_rounds": num_rounds, "num_parts": num_parts}
+        numbers |= {"num_share_steps": limits.num_share_steps, "stalled": STALLED}
+        kernel.level(problem, packing, (goal.largest, goal.each), **numbers)
+        return
     for _ in range(num_parts):
         before = problem.load(packing.work).max(axis=1)
-        balance(problem, packing, goal, math.ceil(num_rounds / num_parts), allowance)
+        balance(problem, packing, goal, num_rounds, allowance)
         share_out(problem, packing, goal.largest, limits.num_share_steps)
         after = problem.load(packing.work).max(axis=1)
         has_stalled = before - after < STALLED * (before - goal.largest)

@@ -1,9 +1,8 @@
 // The best exchange of copies between two devices, and rounds of them: `placement/search/packing.py` in C++.
-//
-// NumPy's code is the definition. Each number is computed by the same operations in the same order and precision, and
-// ties go to the same slot, so plans are equal whichever of both makes them.
 
+#include "loads.h"
 #include "search.h"
+#include "shares.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -13,6 +12,7 @@
 namespace {
 
 constexpr double INFINITE = std::numeric_limits<double>::infinity();
+constexpr double ROUNDING = 1e-6;  // of loads in single precision
 constexpr int64_t LANES = 4;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -37,6 +37,17 @@ class PairSearch {
         for (auto& each : other_) each.resize(num_lanes_);
         least_.resize(num_lanes_);
         at_.resize(num_lanes_);
+    }
+
+    // More than any exchange of a pair gains: it would make both devices level, and give back two received copies.
+    double most_gain(int64_t batch, int64_t one, int64_t other, double floor) const {
+        if (problem_.row_s != nullptr) return INFINITE;
+        const double slow_one = 1 / problem_.speed[one], slow_other = 1 / problem_.speed[other];
+        const double load_one = load(batch, one, slow_one), load_other = load(batch, other, slow_other);
+        const double speed_one = problem_.speed[one], speed_other = problem_.speed[other];
+        const double level = (load_one * speed_one + load_other * speed_other) / (speed_one + speed_other);
+        const double now = std::max(std::max(load_one, load_other) - floor, 0.0);
+        return now - std::max(level - floor, 0.0) + 2 * problem_.move_s + ROUNDING * (load_one + load_other + floor);
     }
 
     Best best(int64_t batch, int64_t one, int64_t other, double floor) {
@@ -156,6 +167,8 @@ bool exchange_pairs(PairSearch& search, const Problem& problem, const Packing& p
     int64_t best_pair = -1;
     bool has_gained = false;
     for (int64_t pair = 0; pair < num_pairs; ++pair) {
+        const double least = best_pair < 0 ? least_gain * floor : best.gain;
+        if (search.most_gain(batch, one[pair], other[pair], floor) <= least) continue;
         const Best found = search.best(batch, one[pair], other[pair], floor);
         if (!(found.gain > least_gain * floor)) continue;
         has_gained = true;
@@ -170,93 +183,31 @@ bool exchange_pairs(PairSearch& search, const Problem& problem, const Packing& p
     return has_gained;
 }
 
-// The sum as NumPy adds up the last axis of an array: eight sums in turn, and halves of what is long.
-double pairwise_sum(const double* values, int64_t count) {
-    constexpr int64_t UNROLLED = 8, BLOCK = 128;
-    if (count < UNROLLED) {
-        double sum = 0;
-        for (int64_t i = 0; i < count; ++i) sum += values[i];
-        return sum;
-    }
-    if (count > BLOCK) {
-        const int64_t half = count / 2 - count / 2 % UNROLLED;
-        return pairwise_sum(values, half) + pairwise_sum(values + half, count - half);
-    }
-    double r[UNROLLED];
-    std::copy(values, values + UNROLLED, r);
-    int64_t i = UNROLLED;
-    for (; i < count - count % UNROLLED; i += UNROLLED) {
-        for (int64_t k = 0; k < UNROLLED; ++k) r[k] += values[i + k];
-    }
-    double sum = ((r[0] + r[1]) + (r[2] + r[3])) + ((r[4] + r[5]) + (r[6] + r[7]));
-    for (; i < count; ++i) sum += values[i];
-    return sum;
-}
-
-// Loads of a batch's devices, and the devices from the least load to the largest.
-struct Loads {
-    std::vector<double> load;
-    std::vector<int64_t> order;
-
-    void of(const Problem& problem, const Packing& packing, int64_t batch) {
-        const int64_t num_devices = problem.num_devices;
-        load.resize(num_devices);
-        order.resize(num_devices);
-        for (int64_t device = 0; device < num_devices; ++device) {
-            const double* work = packing.work + (batch * num_devices + device) * problem.num_slots;
-            load[device] = pairwise_sum(work, problem.num_slots) / problem.speed[device];
-            order[device] = device;
-        }
-    }
-
-    void sort() {
-        std::sort(order.begin(), order.end(), [this](int64_t one, int64_t other) {
-            return load[one] < load[other] || (load[one] == load[other] && one < other);
-        });
-    }
-};
-
-}  // namespace
-
-// best_slots: [2, pairs].
-KERNEL void moestro_best_exchanges(const Problem* problem, const Packing* packing, int64_t num_pairs,
-                                   const int64_t* batch, const int64_t* one, const int64_t* other, const double* floor,
-                                   int64_t* best_slots, double* gain) {
-    PairSearch search(*problem, *packing);
-    for (int64_t pair = 0; pair < num_pairs; ++pair) {
-        const Best best = search.best(batch[pair], one[pair], other[pair], floor[pair]);
-        best_slots[pair] = best.one;
-        best_slots[num_pairs + pair] = best.other;
-        gain[pair] = best.gain;
-    }
-}
-
-// largest, each: [batches].
-KERNEL void moestro_balance(const Problem* problem, const Packing* packing, const double* largest, const double* each,
-                            int64_t num_rounds, int64_t cycle, double slow, double least_gain) {
-    const int64_t num_devices = problem->num_devices;
-    PairSearch search(*problem, *packing);
-    std::vector<int64_t> batch(problem->num_batches), left, heavy, light;
-    std::vector<double> before(problem->num_batches, INFINITE);
-    std::vector<Loads> loads(problem->num_batches);
-    for (int64_t i = 0; i < problem->num_batches; ++i) batch[i] = i;
-    for (int64_t turn = 0; turn < num_rounds; ++turn) {
+// Rounds of exchanges between heavy and light devices, until the largest load of each batch is low enough.
+void balance(const Problem& problem, const Packing& packing, const Levels& levels, const std::vector<double>& largest,
+             PairSearch& search) {
+    const int64_t num_devices = problem.num_devices, cycle = levels.cycle;
+    std::vector<int64_t> batch(problem.num_batches), left, heavy, light;
+    std::vector<double> before(problem.num_batches, INFINITE);
+    std::vector<Loads> loads(problem.num_batches);
+    for (int64_t i = 0; i < problem.num_batches; ++i) batch[i] = i;
+    for (int64_t turn = 0; turn < levels.num_rounds; ++turn) {
         int64_t num_heavy = 0;
         left.clear();
         for (const int64_t at : batch) {
             Loads& now = loads[at];
-            now.of(*problem, *packing, at);
-            const double above = *std::max_element(now.load.begin(), now.load.end()) - largest[at] * (1 + least_gain);
+            now.of(problem, packing, at);
+            const double above = now.largest() - largest[at] * (1 + levels.least_gain);
             bool is_left = above > 0;
             if (turn % cycle == 0) {
-                is_left = is_left && above < (1 - slow) * before[at];
+                is_left = is_left && above < (1 - levels.slow) * before[at];
                 before[at] = above;
             }
             if (!is_left) continue;
             left.push_back(at);
             now.sort();
             num_heavy = std::max<int64_t>(num_heavy, std::count_if(now.load.begin(), now.load.end(),
-                                                                   [&](double load) { return load > each[at]; }));
+                                                                   [&](double load) { return load > levels.each[at]; }));
         }
         batch.swap(left);
         if (batch.empty()) return;
@@ -273,10 +224,70 @@ KERNEL void moestro_balance(const Problem* problem, const Packing* packing, cons
                 heavy[pair] = order[num_devices - 1 - (is_one_each ? 0 : pair)];
                 light[pair] = order[is_one_each ? pair : nth];
             }
-            const bool has_gained = exchange_pairs(search, *problem, *packing, at, num_pairs, heavy.data(), light.data(),
-                                                   each[at], least_gain, is_one_each);
+            const bool has_gained = exchange_pairs(search, problem, packing, at, num_pairs, heavy.data(), light.data(),
+                                                   levels.each[at], levels.least_gain, is_one_each);
             if (has_gained || !is_one_each) left.push_back(at);
         }
         batch.swap(left);
+    }
+}
+
+std::vector<double> largest_loads(const Problem& problem, const Packing& packing) {
+    std::vector<double> largest(problem.num_batches);
+    Loads loads;
+    for (int64_t batch = 0; batch < problem.num_batches; ++batch) {
+        loads.of(problem, packing, batch);
+        largest[batch] = loads.largest();
+    }
+    return largest;
+}
+
+}  // namespace
+
+void find_exchanges(const Problem& problem, const Packing& packing, const Pairs& pairs) {
+    PairSearch search(problem, packing);
+    for (int64_t pair = 0; pair < pairs.num_pairs; ++pair) {
+        const Best best = search.best(pairs.batch[pair], pairs.one[pair], pairs.other[pair], pairs.floor[pair]);
+        pairs.best_slots[pair] = best.one;
+        pairs.best_slots[pairs.num_pairs + pair] = best.other;
+        pairs.gain[pair] = best.gain;
+    }
+}
+
+void level(const Problem& problem, const Packing& packing, const Levels& levels) {
+    std::vector<double> goal(levels.largest, levels.largest + problem.num_batches);
+    PairSearch search(problem, packing);
+    ShareSearch shares(problem, packing, levels);
+    for (int64_t part = 0; part < levels.num_parts; ++part) {
+        const std::vector<double> before = largest_loads(problem, packing);
+        balance(problem, packing, levels, goal, search);
+        for (int64_t batch = 0; batch < problem.num_batches; ++batch) shares.share_out(batch, goal[batch]);
+        const std::vector<double> after = largest_loads(problem, packing);
+        bool are_all_over = true;
+        for (int64_t batch = 0; batch < problem.num_batches; ++batch) {
+            const bool has_stalled = before[batch] - after[batch] < levels.stalled * (before[batch] - goal[batch]);
+            are_all_over &= has_stalled || after[batch] <= goal[batch] * (1 + levels.least_gain);
+            if (has_stalled) goal[batch] = INFINITE;
+        }
+        if (are_all_over) return;
+    }
+}
+
+void bring_near(const Problem& problem, const Packing& packing, const Turns& turns) {
+    const int64_t num_devices = problem.num_devices, cycle = num_devices - 1 + num_devices % 2;
+    PairSearch search(problem, packing);
+    for (int64_t batch = 0; batch < problem.num_batches; ++batch) {
+        // After a whole cycle without an exchange, the placement stays as it is.
+        for (int64_t turn = 0, num_idle = 0; turn < turns.num_turns && num_idle < cycle; ++turn) {
+            bool has_gained = false;
+            for (int64_t one = 0; one < cycle; ++one) {
+                int64_t other = ((turn - one) % cycle + cycle) % cycle;
+                if (other == one && num_devices > cycle) other = cycle;
+                if (one >= other) continue;
+                has_gained |= exchange_pairs(search, problem, packing, batch, 1, &one, &other, turns.cap[batch],
+                                             turns.least_gain, false);
+            }
+            num_idle = has_gained ? 0 : num_idle + 1;
+        }
     }
 }

@@ -1,58 +1,90 @@
-// Places copies anew: the loop of `placement/packing.py` in C++, by the same sums in the same order.
+// Places copies anew: the loop of `placement/search/packing.py` in C++, by the same sums in the same order.
 
 #include "search.h"
 
+#include <algorithm>
+#include <cstring>
 #include <limits>
 #include <vector>
 
-// items, item_work, stay_s: [batches, copies]; far_s: [batches, experts + 1, devices] or null; adds, joining_s:
-// [batches, joined copies]; room: [devices]; load: [batches, devices], changed; expert: [batches, devices, slots], set.
-KERNEL void moestro_pack(const Problem* problem, const int64_t* items, const double* item_work, const double* stay_s,
-                         const double* far_s, const uint8_t* adds, const double* joining_s, const int64_t* room,
-                         int64_t num_copies, int64_t num_joined, int64_t has_speeds, double* load, int64_t* expert) {
-    constexpr double INFINITE = std::numeric_limits<double>::infinity();
-    const int64_t num_devices = problem->num_devices, num_slots = problem->num_slots;
+namespace {
+
+constexpr double INFINITE = std::numeric_limits<double>::infinity();
+constexpr int64_t LANES = 2, CHAINS = 4;  // numbers that are compared at once, and minima that do not wait for each other
+typedef double Doubles __attribute__((vector_size(8 * LANES)));
+
+// Costs of devices, padded with infinite ones.
+class Costs {
+   public:
+    explicit Costs(int64_t num_devices)
+        : costs_((num_devices + LANES * CHAINS - 1) / (LANES * CHAINS) * CHAINS, Doubles{} + INFINITE) {}
+
+    double* data() { return reinterpret_cast<double*>(costs_.data()); }
+
+    double least() const {
+        Doubles least[CHAINS];
+        std::copy(costs_.begin(), costs_.begin() + CHAINS, least);
+        for (size_t i = CHAINS; i < costs_.size(); i += CHAINS) {
+            for (int64_t chain = 0; chain < CHAINS; ++chain) {
+                const Doubles each = costs_[i + chain];
+                least[chain] = each < least[chain] ? each : least[chain];
+            }
+        }
+        double found = INFINITE;
+        for (const Doubles& each : least) found = std::min(found, std::min(each[0], each[1]));
+        return found;
+    }
+
+   private:
+    std::vector<Doubles> costs_;
+};
+
+}  // namespace
+
+void place(const Problem& problem, const Queue& queue) {
+    const int64_t num_devices = problem.num_devices, num_slots = problem.num_slots;
     std::vector<int64_t> filled(num_devices), last(num_devices);
-    std::vector<double> slowness(num_devices), cost(num_devices);
-    for (int64_t device = 0; device < num_devices; ++device) slowness[device] = 1 / problem->speed[device];
-    for (int64_t batch = 0; batch < problem->num_batches; ++batch, load += num_devices) {
+    std::vector<double> slowness(num_devices);
+    Costs costs(num_devices);
+    double* cost = costs.data();
+    for (int64_t device = 0; device < num_devices; ++device) slowness[device] = 1 / problem.speed[device];
+    for (int64_t batch = 0; batch < problem.num_batches; ++batch) {
+        double* load = queue.load + batch * num_devices;
         filled.assign(num_devices, 0);
         last.assign(num_devices, EMPTY);
-        for (int64_t k = 0; k < num_copies; ++k) {
-            const int64_t at = batch * num_copies + k, joined = batch * num_joined + k, what = items[at];
+        for (int64_t k = 0; k < queue.num_copies; ++k) {
+            const int64_t at = batch * queue.num_copies + k, joined = batch * queue.num_joined + k, what = queue.items[at];
             if (what == EMPTY) continue;
-            const int64_t base = expert_base(*problem, batch, what);
-            const uint8_t* moved = problem->moved + base;
-            for (int64_t device = 0; device < num_devices; ++device) {
-                cost[device] = (moved[device] ? stay_s[at] : 0.0) + load[device];
+            const int64_t base = expert_base(problem, batch, what);
+            const double stay_s = queue.stay_s[at], work = queue.item_work[at];
+            for (int64_t device = 0; device < num_devices; ++device) cost[device] = stay_s + load[device];
+            // Few devices hold the expert already.
+            const uint8_t *first = problem.moved + base, *end = first + num_devices, *held = first;
+            while ((held = static_cast<const uint8_t*>(std::memchr(held, 0, end - held))) != nullptr) {
+                cost[held - first] = load[held - first];
+                ++held;
             }
-            if (far_s != nullptr) {
-                for (int64_t device = 0; device < num_devices; ++device) cost[device] += far_s[base + device];
+            if (queue.far_s != nullptr) {
+                for (int64_t device = 0; device < num_devices; ++device) cost[device] += queue.far_s[base + device];
             }
-            if (k < num_joined) {
+            if (k < queue.num_joined) {
                 for (int64_t device = 0; device < num_devices; ++device) {
-                    if ((filled[device] > 0) == (adds[joined] != 0)) cost[device] += joining_s[joined];
+                    if ((filled[device] > 0) == (queue.adds[joined] != 0)) cost[device] += queue.joining_s[joined];
                 }
             }
-            if (has_speeds) {
-                for (int64_t device = 0; device < num_devices; ++device) cost[device] += item_work[at] * slowness[device];
+            if (queue.has_speeds) {
+                for (int64_t device = 0; device < num_devices; ++device) cost[device] += work * slowness[device];
             }
-            if (k > 0 && items[at - 1] == what) {  // copies of an expert follow each other
+            if (k > 0 && queue.items[at - 1] == what) {  // copies of an expert follow each other
                 for (int64_t device = 0; device < num_devices; ++device) {
                     if (last[device] == what) cost[device] = INFINITE;
                 }
             }
-            int64_t best = 0;
-            double least = INFINITE;
-            for (int64_t device = 0; device < num_devices; ++device) {
-                if (cost[device] < least) {
-                    least = cost[device];
-                    best = device;
-                }
-            }
+            const double least = costs.least();
             if (least == INFINITE) continue;
-            expert[(batch * num_devices + best) * num_slots + filled[best]++] = last[best] = what;
-            load[best] = filled[best] < room[best] ? load[best] + item_work[at] * slowness[best] : INFINITE;
+            const int64_t best = std::find(cost, cost + num_devices, least) - cost;  // the first of equal ones
+            queue.expert[(batch * num_devices + best) * num_slots + filled[best]++] = last[best] = what;
+            load[best] = filled[best] < queue.room[best] ? load[best] + work * slowness[best] : INFINITE;
         }
     }
 }

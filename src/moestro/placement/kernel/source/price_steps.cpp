@@ -1,7 +1,6 @@
 // Steps of single copies by a layer's own price: `placement/search/by_price.py` in C++.
 //
-// NumPy's code is the definition. Each number is computed by the same operations in the same order, steps come in the
-// same order, and the first one of equal ones is taken, so both end with equal copies.
+// Steps come in the same order, and the first one of equal ones is taken.
 
 #include "search.h"
 
@@ -444,17 +443,14 @@ class Layer {
 
 }  // namespace
 
-// starts: [starts, layers, devices, slots], of which each layer takes steps from its num_best cheapest ones.
-// best: [layers, devices, slots], what is found.
-KERNEL void moestro_lower_prices(const StepPrices* prices, const int64_t* starts, int64_t num_starts, int64_t num_best,
-                                 int64_t num_steps, double least_gain, int64_t* best) {
-    const int64_t size = prices->num_devices * prices->num_slots;
-    for (int64_t at = 0; at < prices->num_layers; ++at) {
+void lower_prices(const StepPrices& prices) {
+    const int64_t size = prices.num_devices * prices.num_slots, num_starts = prices.num_starts;
+    for (int64_t at = 0; at < prices.num_layers; ++at) {
         std::vector<Layer> layers;
         std::vector<double> price_s;
         layers.reserve(num_starts);
         for (int64_t nth = 0; nth < num_starts; ++nth) {
-            layers.emplace_back(*prices, at, starts + (nth * prices->num_layers + at) * size);
+            layers.emplace_back(prices, at, prices.starts + (nth * prices.num_layers + at) * size);
             price_s.push_back(layers.back().price());
         }
         std::vector<int64_t> order(num_starts);
@@ -462,13 +458,13 @@ KERNEL void moestro_lower_prices(const StepPrices* prices, const int64_t* starts
         std::stable_sort(order.begin(), order.end(),
                          [&](int64_t one, int64_t other) { return price_s[one] < price_s[other]; });
         double least = std::numeric_limits<double>::infinity();
-        for (int64_t nth = 0; nth < std::min(num_best, num_starts); ++nth) {
+        for (int64_t nth = 0; nth < std::min(prices.num_best, num_starts); ++nth) {
             Layer& layer = layers[order[nth]];
-            for (int64_t taken = 0; taken < num_steps && layer.step(least_gain); ++taken) {
+            for (int64_t taken = 0; taken < prices.num_steps && layer.step(prices.least_gain); ++taken) {
             }
             if (nth > 0 && !(layer.price() < least)) continue;
             least = layer.price();
-            std::copy(layer.expert().begin(), layer.expert().end(), best + at * size);
+            std::copy(layer.expert().begin(), layer.expert().end(), prices.best + at * size);
         }
     }
 }
