@@ -245,7 +245,7 @@ def test_few_engines_get_the_scores_of_many_to_the_bit(seed):
             policy.observe(Routed(newest, rng.randrange(num_engines), 0, {}, 0))
         hits = [rng.randrange(num_tokens + 1) for _ in range(num_engines)]
         hosted = rng.choice([None, [rng.randrange(hit + 1) for hit in hits]])
-        asked = request(num_prompt_tokens=num_tokens)
-        seen = view(drawn_table(rng, num_engines), hits, asked, rng.choice([0, 5001 * MS]), host_tokens=hosted)
+        new = request(num_prompt_tokens=num_tokens)
+        seen = view(drawn_table(rng, num_engines), hits, new, rng.choice([0, 5001 * MS]), host_tokens=hosted)
         assert policy.scores_of_few(seen).tobytes() == policy.scores(seen).tobytes()
         assert policy.decide(seen, Draws(0, 0)).scores.tobytes() == policy.scores(seen).tobytes()
