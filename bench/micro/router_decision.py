@@ -18,6 +18,7 @@ runs, in which the policies take turns.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import random
 import statistics
@@ -41,7 +42,7 @@ POLICIES = (
     "lmetric", "moestro",
 )  # fmt: skip
 BUDGETS_US = {16: 50, 4096: 100}
-NUM_BLOCKS, BLOCK_SIZE, REPEATS = 128, 16, 5
+NUM_BLOCKS, BLOCK_SIZE, CACHE_BLOCKS, REPEATS = 128, 16, 8192, 5
 NUM_WARM, NUM_TIMED = 3000, 2000
 STEP_NS = 1_000_000
 
@@ -82,13 +83,13 @@ class Traffic:
         self.prompts, self.rng = prompts(num_engines, seed), random.Random(seed)
         self.events, self.num_engines = events, num_engines
         self.live: list[str] = []
-        self.cached: list[list[bytes]] = [[] for _ in range(num_engines)]  # published blocks, oldest first
+        self.cached: list[dict[bytes, None]] = [{} for _ in range(num_engines)]  # blocks, least recently used first
         self.num_sent = 0
         self.spent: dict[str, list[int]] = {
             name: [] for name in ("submit", "first_token", "ended", "stored", "removed")
         }
         for _ in range(num_engines):
-            engine = self.router.add_engine(EngineSpec(num_blocks=8192))
+            engine = self.router.add_engine(EngineSpec(num_blocks=CACHE_BLOCKS))
             self.router.set_routable(engine, routable=True)
             if events:
                 self.router.kv_cleared(engine, 0)
@@ -116,17 +117,21 @@ class Traffic:
             spent["ended"].append(time.perf_counter_ns() - begin)
 
     def say(self, engine: int, hashes: bytes, now_ns: int) -> None:
-        """Publish that the engine computes the prompt, and that it evicts as many blocks, oldest first."""
+        """Publish that the engine computes the prompt, and evicts the least recently used blocks beyond its cache."""
         begin = time.perf_counter_ns()
         self.router.kv_stored(engine, hashes, now_ns)
         self.spent["stored"].append((time.perf_counter_ns() - begin) // NUM_BLOCKS)
         cached = self.cached[engine]
-        cached += reversed(split_hashes(hashes))
-        if len(cached) > 8192:
-            gone, self.cached[engine] = b"".join(cached[:NUM_BLOCKS]), cached[NUM_BLOCKS:]
+        for block in reversed(split_hashes(hashes)):
+            cached.pop(block, None)
+            cached[block] = None
+        gone = list(itertools.islice(cached, max(len(cached) - CACHE_BLOCKS, 0)))
+        if gone:
+            for block in gone:
+                del cached[block]
             begin = time.perf_counter_ns()
-            self.router.kv_removed(engine, gone, now_ns)
-            self.spent["removed"].append((time.perf_counter_ns() - begin) // NUM_BLOCKS)
+            self.router.kv_removed(engine, b"".join(gone), now_ns)
+            self.spent["removed"].append((time.perf_counter_ns() - begin) // len(gone))
 
     def run(self, num_requests: int) -> dict[str, float]:
         """Measure the median microseconds of each call."""
@@ -157,8 +162,8 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def rows_of(num_engines: int) -> list[dict[str, object]]:
-    """Measure one row for each policy, and one with events."""
-    cases = [(policy, False) for policy in POLICIES] + [("lmetric", True)]
+    """Measure one row for each policy, and for two of them one with events."""
+    cases = [(policy, False) for policy in POLICIES] + [("lmetric", True), ("moestro", True)]
     times: dict[tuple[str, bool], list[dict[str, float]]] = {case: [] for case in cases}
     index_bytes = dict.fromkeys(cases, 0)
     bounds = []

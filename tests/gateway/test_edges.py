@@ -9,6 +9,7 @@ import time
 import pytest
 from gateway.rig import CHAT, FakeEngine, Received, Wire, looped, request_bytes, rig
 
+from moestro.gateway.settings import EngineUrl
 from moestro.web.ports.heads import MAX_HEAD_BYTES
 
 START = f"POST {CHAT} HTTP/1.1\r\n".encode()
@@ -282,3 +283,13 @@ async def test_bytes_behind_the_end_of_a_connection_are_dropped_without_a_log(ca
         assert await caller.is_closed()
         await asyncio.sleep(0.05)
         assert not caplog.messages
+
+
+@looped
+async def test_engines_with_tls_share_one_context_and_one_look_at_its_files():
+    async with rig(FakeEngine("e")) as it:
+        added = [it.app.engine_admin.add(EngineUrl.parse(f"https://127.0.0.1:{port}")) for port in (7, 9)]
+        first, second = (each.pool._address.tls for each in added)
+        assert first is second
+        assert first is not None
+        assert it.engine("e").pool._address.tls is None

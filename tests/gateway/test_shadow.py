@@ -22,7 +22,7 @@ from moestro.errors import ConfigError
 from moestro.gateway.part_settings import ShadowSettings
 from moestro.gateway.settings import EngineSettings, RecordSettings, RouteSettings
 from moestro.gateway.shadow import LogFollower, LoggedAnswer, read_line
-from moestro.routing.decision_record import EngineCounted, Served, Submitted, decode_entry, replay
+from moestro.routing.decision_record import EngineCounted, Served, Submitted, Uncopied, decode_entry, replay
 from moestro.sim.records import is_shadow_record, read_shadow_record
 from moestro.sim.replay import WhatIfSettings, shadow_what_if
 
@@ -128,6 +128,31 @@ def test_a_shadow_takes_no_flag_of_a_router_that_sends(flags, capsys):
 def test_a_shadow_without_a_log_is_refused():
     with pytest.raises(ConfigError, match="--shadow needs --access-log"):
         ShadowSettings(shadow=True)
+
+
+# --- a log without copies
+
+
+@looped
+async def test_a_log_without_copies_of_requests_is_reported_once_and_gives_no_figures(tmp_path, caplog):
+    log, record = tmp_path / "access.log", tmp_path / "shadow.jsonl"
+    settings = {"shadow": True, "access_log": log, "record": record, "metrics_interval": 0.02}
+    async with rig(FakeEngine("a"), **settings) as it:
+        num_lines = 0
+        for num in (9, 10, 30):
+            with log.open("ab") as lines:
+                lines.writelines(line(request_id=f"{num} {i}", upstream="a") + b"\n" for i in range(num))
+            num_lines += num
+            await it.until(lambda: value(it, "shadow_log_lines_total", result="no_copy") == num_lines)  # noqa: B023
+            found = [each for each in caplog.messages if "the shadow got no copy of a request" in each]
+            assert len(found) == (num > 9)
+    await it.app.record.close()
+    entries = [decode_entry(line) for line in record.read_bytes().splitlines() if line.strip()]
+    assert [each.num_answers for each in entries if isinstance(each, Uncopied)][-1] == 49
+    assert list(replay(record.read_bytes().splitlines())) == []
+    assert is_shadow_record(record)
+    with pytest.raises(ConfigError, match="got no copy of any, and the 49 answers in its access log say nothing"):
+        read_shadow_record(record)
 
 
 # --- beside nginx

@@ -20,8 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.running import MOESTRO, PATIENCE_S, Running
 
 from moestro.errors import ConfigError
+from moestro.gateway.admin import ChangeMade, OperatorChange
 from moestro.gateway.part_settings import QueueSettings
 from moestro.gateway.settings import AdminSettings, FrontSettings, PickerSettings, RouteSettings
+from moestro.gateway.worker_place import OperatorChanges
 from moestro.gateway.workers import _WorkerPlan, merged_engines, merged_metrics, numbered
 from moestro.web.settings import AccessSettings
 
@@ -156,7 +158,7 @@ def test_a_worker_that_starts_again_has_drains_before_it_takes_requests(tmp_path
         async with started(tmp_path, *engines, flags=flags) as running, aiohttp.ClientSession() as session:
             admin = admin_url(running)
             await until(_are_ready, session, admin)
-            for action in ("drain", "resume") * 150 + ("drain",):  # a long list, which takes a while to send
+            for action in ("drain", "resume", "drain"):
                 await read(session, f"{admin}/admin/engines/a/{action}", "POST")
             num_before = len(engines[0].received)
             os.kill(psutil.Process(running.process.pid).children()[0].pid, signal.SIGKILL)
@@ -172,6 +174,69 @@ def test_a_worker_that_starts_again_has_drains_before_it_takes_requests(tmp_path
             assert len(engines[0].received) == num_before
 
     test()
+
+
+def takes_connections(pid: int, port: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        found = psutil.Process(pid).net_connections()
+        return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found)
+    return False
+
+
+@pytest.mark.timeout(600)
+def test_changes_outlive_the_admin_planes_process_and_reach_workers_without_it(tmp_path):
+    @patient
+    async def test():
+        engines = [FakeEngine(name) for name in "abc"]
+        await engines[2].start()
+        flags = ("--route-policy", "round_robin")
+        async with started(tmp_path, *engines[:2], flags=flags) as running, aiohttp.ClientSession() as session:
+            admin = admin_url(running)
+            await until(_are_ready, session, admin)
+            starter = psutil.Process(running.process.pid)
+            *workers, operators = [child.pid for child in starter.children()]
+            url = f"c=http://127.0.0.1:{engines[2].port}"
+            assert (await read(session, f"{admin}/admin/engines", "POST", json={"url": url}))["name"] == "c"
+            await read(session, f"{admin}/admin/engines/a/drain", "POST")
+            assert "error" in await read(session, f"{admin}/admin/engines/none/drain", "POST")
+            os.kill(operators, signal.SIGKILL)
+            await until(_drain_a, session, admin)  # by its successor
+            known = {child.pid for child in starter.children()}
+            successor = (known - {operators, *workers}).pop()
+            os.kill(successor, signal.SIGSTOP)  # no process serves operators
+            os.kill(workers[0], signal.SIGKILL)
+
+            async def starts_again() -> bool:
+                new = {child.pid for child in starter.children()} - known
+                return any(takes_connections(pid, running.address[1]) for pid in new)
+
+            await until(starts_again)
+            taken = {(await ask(running, f"{i}"))["x-moestro-engine"] for i in range(60)}
+            assert taken == {"b", "c"}, "the drained engine gets nothing, and the added one its part"
+            os.kill(successor, signal.SIGCONT)
+            await until(_drain_a, session, admin)
+            shown = (await read(session, f"{admin}/admin/engines"))["engines"]
+            assert [engine["name"] for engine in shown] == ["a", "b", "c"]
+        engines[2].die()
+
+    test()
+
+
+def test_the_list_of_changes_has_those_in_effect_and_stays_within_its_memory():
+    changes = OperatorChanges()
+    assert changes.read() == []
+    a, b = (OperatorChange(ChangeMade.ADD, f"{name}=http://{name}:1") for name in "ab")
+    switched = [OperatorChange(made, "a") for made in (ChangeMade.DRAIN, ChangeMade.RESUME)]
+    gone = OperatorChange(ChangeMade.REMOVE, "b")
+    changes.write([a, *switched * 500, b, gone, switched[0]])
+    assert changes.read() == [a, b, gone, switched[0]]
+    many = [OperatorChange(ChangeMade.ADD, f"{number}=http://{'x' * 1000}:1") for number in range(2000)]
+    changes.write(many)
+    kept = changes.read()
+    assert 500 < len(kept) < 1100
+    assert kept == many[-len(kept) :], "the oldest ones are forgotten"
+    changes.write([])
+    assert changes.read() == []
 
 
 @pytest.mark.timeout(600)

@@ -182,6 +182,74 @@ def test_law_random_histories_equal_sets(num_engines):  # noqa: C901  # one bran
     assert was_hosted > 50
 
 
+def pieces(rng: random.Random, hashes: bytes) -> list[bytes]:
+    """Events about a prompt's blocks: all at once, one by one, from behind, in any order, or repeated."""
+    blocks = split_hashes(hashes)
+    begin = rng.randrange(len(blocks) + 1)
+    some = blocks[begin:] if rng.random() < 0.6 else blocks[:begin]
+    order = rng.choice(["forward", "forward", "backward", "backward", "shuffled", "repeated"])
+    if order == "backward":
+        some.reverse()
+    elif order == "shuffled":
+        rng.shuffle(some)
+    elif order == "repeated":
+        some += some[:2]
+    size = rng.choice([1, 3, 100])
+    return [b"".join(some[at : at + size]) for at in range(0, len(some), size)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_law_runs_of_reported_blocks_equal_single_blocks(seed):
+    """Blocks of long prompts come and go in all orders, on few engines or on more than a set is walked through."""
+    rng = random.Random(seed)
+    num_engines = rng.choice([1, 3, 20])
+    ours, held = index(num_engines), [set[bytes]() for _ in range(num_engines)]
+    prompts = [rng.randbytes(20 * HASH_BYTES)]
+    for _ in range(15):
+        known = rng.choice(prompts)
+        prompts.append(known[: rng.randrange(21) * HASH_BYTES] + rng.randbytes(rng.randrange(15) * HASH_BYTES))
+    for _ in range(400):
+        engine, deed = rng.randrange(num_engines), rng.choice(["reported", "reported", "removed", "lost_track"])
+        if deed == "lost_track":
+            if rng.random() < 0.1:
+                ours.lost_track(engine)
+                held[engine].clear()
+        else:
+            for event in pieces(rng, rng.choice(prompts)):
+                getattr(ours, deed)(engine, event)
+                change = held[engine].update if deed == "reported" else held[engine].difference_update
+                change(split_hashes(event))
+        hashes = rng.choice(prompts) + rng.randbytes(HASH_BYTES)
+        blocks = split_hashes(hashes)
+        expected = [[*(block in mine for block in blocks), False].index(False) for mine in held]
+        assert ours.match(hashes).tolist() == expected
+        assert ours.match(hashes, 16).tolist() == [16 * each for each in expected]
+        for run in set(ours._reported.values()):
+            assert all(ours._reported[block] is run for block in split_hashes(run.blocks))
+    for engine, mine in enumerate(held):
+        ours.removed(engine, b"".join(mine))
+    assert not ours._reported
+
+
+def num_runs(of: PrefixIndex, hashes: bytes) -> int:
+    return len({of._reported[block] for block in split_hashes(hashes)})
+
+
+def test_blocks_that_came_one_by_one_are_joined_when_a_prompt_has_them():
+    two, hashes = index(2), packed(*range(1, 41))
+    for block_of in split_hashes(hashes):
+        two.reported(0, block_of)
+    assert num_runs(two, hashes) == 40
+    assert two.match(hashes).tolist() == [40, 0]
+    assert num_runs(two, hashes) == 1
+    two.reported(1, packed(*range(1, 11)))
+    assert two.match(hashes).tolist() == [40, 10]
+    assert num_runs(two, hashes) == 2, "cut where the holders differ"
+    two.removed(0, packed(*range(40, 30, -1)))
+    assert two.match(hashes).tolist() == [30, 10]
+    assert num_runs(two, packed(*range(1, 31))) == 2, "the end of a run goes without a further cut"
+
+
 def test_a_history_that_the_device_has_no_room_for_is_in_host_memory():
     one = index(2)
     one.set_capacity(0, 4, num_host_blocks=8)

@@ -2,9 +2,11 @@ import numpy as np
 import pytest
 from support.routers import decide, request, table
 
+from moestro.core.rng import Draws
 from moestro.errors import ConfigError
 from moestro.routing.policies.lmetric import LMetric
 from moestro.routing.registry import expression_policy, policy_from
+from moestro.routing.scoring import lowest
 
 
 def test_lmetric_can_be_written_as_an_expression():
@@ -76,3 +78,20 @@ def test_anything_else_is_refused_with_its_place(text, problem):
 def test_a_number_or_a_nesting_beyond_all_measure_is_refused_in_words(text):
     with pytest.raises(ConfigError, match="is not an expression"):
         expression_policy(text)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_lowest_score_is_the_same_in_short_and_in_long_columns(seed):
+    """Rows that may not be chosen make a column long, in which arrays take the place of lists."""
+    rng = np.random.default_rng(seed)
+    num = int(rng.integers(1, 65))
+    values = rng.integers(0, 6, size=num)
+    scores = values if seed % 4 == 0 else np.where(rng.random(num) < 0.2, rng.choice([np.nan, np.inf, -np.inf]), values)
+    among = rng.random(num) < 0.8
+    among[rng.integers(num)] = True
+    found = lowest(scores, among, Draws(1, seed))
+    padded = np.concatenate([scores, np.zeros(100, scores.dtype)]), np.concatenate([among, np.zeros(100, np.bool_)])
+    assert found == lowest(*padded, Draws(1, seed))
+    assert among[found]
+    if not np.isneginf(scores).any():
+        assert scores[found] == np.fmin.reduce(scores[among]) or np.isnan(scores[among]).all()

@@ -13,7 +13,7 @@ from moestro.core.clock import NS_PER_S, ClockPair
 from moestro.core.request import SamplingParams
 from moestro.core.rng import student_t_quantile
 from moestro.errors import ConfigError
-from moestro.routing.decision_record import EngineCounted, PolicyText, RecordedRouter, Served
+from moestro.routing.decision_record import EngineCounted, PolicyText, RecordedRouter, Served, Uncopied
 from moestro.routing.scrape import EngineTotals
 from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.sim.figures import block_half_width
@@ -37,7 +37,9 @@ def counted(engine: int, num: int, now_ns: int, **more: float) -> EngineCounted:
     return EngineCounted(engine, totals, now_ns)
 
 
-def shadow_file(path, *, num_others=0, first_s=None, restarts_at=None, has_counts=True, num_requests=NUM):
+def shadow_file(
+    path, *, num_uncopied=0, num_others=0, first_s=None, restarts_at=None, has_counts=True, num_requests=NUM
+):
     """Two hours: six conversations in turn over two engines, so that session affinity halves the first turns."""
     entries = []
     router = RecordedRouter(
@@ -66,6 +68,8 @@ def shadow_file(path, *, num_others=0, first_s=None, restarts_at=None, has_count
             if i == restarts_at:
                 since = [0, 0]
             entries += [counted(each, since[each] + num_others, now_ns + NS_PER_S) for each in (0, 1)]
+    if num_uncopied:
+        entries += [Uncopied(1, now_ns), Uncopied(num_uncopied, now_ns)]
     path.write_bytes(msgspec.json.Encoder().encode_lines(entries))
     return path
 
@@ -97,6 +101,13 @@ def test_traffic_past_the_router_in_use_is_noted(tmp_path):
     bare = read_shadow_record(shadow_file(tmp_path / "b.jsonl", has_counts=False))
     assert any("Engines count no first tokens" in note for note in bare.record.notes)
     assert bare.gain().ttft_ms is None
+
+
+def test_answers_without_a_copy_are_noted_where_they_are_many(tmp_path):
+    few = read_shadow_record(shadow_file(tmp_path / "a.jsonl", num_uncopied=20))
+    assert not any("without a copy" in note for note in few.record.notes)
+    many = read_shadow_record(shadow_file(tmp_path / "b.jsonl", num_uncopied=80))
+    assert any("80 answers without a copy of their request" in note for note in many.record.notes)
 
 
 def answer_of(path, **settings):

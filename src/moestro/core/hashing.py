@@ -167,7 +167,7 @@ class PrefixTree:
         self.num_blocks: defaultdict[int, int] = defaultdict(int)
         self.num_runs: defaultdict[int, int] = defaultdict(int)
         self._runs: dict[bytes, BlockRun] = {}
-        self._sought: bytes | None = None  # prompt of the last `find` since the tree changed
+        self._sought: bytes | None = None  # prompt of the last `find`, while what it found holds
         self._found: tuple[BlockRun | None, int] = (None, 0)
 
     def __len__(self) -> int:
@@ -195,7 +195,7 @@ class PrefixTree:
                 break
             last = run
             if not hashes.startswith(run.blocks, at):
-                return run, at // HASH_BYTES + _num_common(run.blocks, hashes, at)
+                return run, at // HASH_BYTES + num_common(run.blocks, hashes, at)
             at += len(run.blocks)
         return last, at // HASH_BYTES
 
@@ -223,7 +223,6 @@ class PrefixTree:
 
     def drop(self, holder: int, last: BlockRun) -> None:
         """Remove one prompt of `holder`, whose last run is `last`."""
-        self._sought = None
         run: BlockRun | None = last
         while run is not None:
             counts = run.counts
@@ -237,6 +236,8 @@ class PrefixTree:
                     run.holders ^= 1 << holder
                 else:
                     del self._runs[run.blocks[:HASH_BYTES]]
+                    if run is self._found[0]:  # runs before it go after it, and no other run matters to what was found
+                        self._sought = None
             run = run.parent
 
     def _cut(self, run: BlockRun, depth: int) -> BlockRun:
@@ -254,8 +255,8 @@ class PrefixTree:
         return head
 
 
-def _num_common(blocks: bytes, hashes: bytes, at: int) -> int:
-    """Number of leading blocks of `blocks` that `hashes` has at byte `at`; not all of them match."""
+def num_common(blocks: bytes, hashes: bytes, at: int) -> int:
+    """Return how many leading blocks of `blocks` stand in `hashes` at byte `at`; not all of them do."""
     same, more = 0, min(len(blocks), len(hashes) - at) // HASH_BYTES
     while same < more:  # `same` blocks match, and more than `more` do not
         middle = (same + more + 1) // 2

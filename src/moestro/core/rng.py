@@ -53,15 +53,17 @@ class Draws:
         key: key of the decision. The same (seed, key) gives the same draws.
     """
 
-    __slots__ = ("_state",)
+    __slots__ = ("_key", "_num_drawn", "_seed")
 
     def __init__(self, seed: int, key: int) -> None:
-        self._state = (_state_of(seed) + key * _GAMMA_INT) & _MASK
+        self._seed, self._key = seed, key
+        self._num_drawn = 0  # most decisions draw nothing, so that the state is computed with a draw
 
     def below(self, n: int) -> int:
         """Draw the next integer from 0 .. n - 1."""
-        self._state = (self._state + _GAMMA_INT) & _MASK
-        return _mix(self._state) * n >> 64
+        self._num_drawn += 1
+        state = (_state_of(self._seed) + (self._key + self._num_drawn) * _GAMMA_INT) & _MASK
+        return _mix(state) * n >> 64
 
 
 @lru_cache(maxsize=16)  # a process has few seeds

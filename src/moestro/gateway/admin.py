@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import msgspec
 from aiohttp import web
@@ -49,7 +50,27 @@ class EngineView(msgspec.Struct, kw_only=True):
     expert_local_share: float | None
 
 
-@dataclass(frozen=True, slots=True)
+class ChangeMade(StrEnum):
+    """What an operator does to an engine."""
+
+    ADD = "add"
+    REMOVE = "remove"
+    DRAIN = "drain"
+    RESUME = "resume"
+
+
+class OperatorChange(msgspec.Struct, frozen=True):
+    """A change that an operator has made.
+
+    Attributes:
+        target: name of the engine, or of an address with several; of an added one, its NAME=URL.
+    """
+
+    made: ChangeMade
+    target: str
+
+
+@dataclass(slots=True)
 class EngineAdmin:
     """Applies the changes of the operator and of the lists of engines to the fleet.
 
@@ -67,6 +88,7 @@ class EngineAdmin:
     reading: str
     takes_paths: bool = True
     lists: EngineLists = field(default_factory=EngineLists)
+    _tls: EngineTls | None = field(default=None, init=False)  # of all engines with TLS
 
     def add(self, url: EngineUrl) -> EngineAddress:
         """Add the engines of an address and start its health checks; requests follow once a check has passed.
@@ -93,6 +115,28 @@ class EngineAdmin:
         """Drain the engine, or send it requests again."""
         engine.health.is_draining = is_draining
         self.fleet.look_now(engine)
+
+    def named(self, name: str) -> list[RoutedEngine]:
+        """Return the engine of a name, or the ranks of an address; none without either."""
+        if (engine := self.fleet.named(name)) is not None:
+            return [engine]
+        address = self.fleet.address_named(name)
+        return [] if address is None else list(address.engines)
+
+    def repeat(self, changes: Iterable[OperatorChange]) -> None:
+        """Make the operators' changes in their order, in a process that starts. Those of engines that are gone pass."""
+        for made, target in map(msgspec.structs.astuple, changes):
+            try:
+                if made is ChangeMade.ADD:
+                    self.add(EngineUrl.parse(target))
+                elif made is ChangeMade.REMOVE:
+                    for address in {engine.address for engine in self.named(target)}:
+                        self.remove(address)
+                else:
+                    for engine in self.named(target):
+                        self.drain(engine, is_draining=made is ChangeMade.DRAIN)
+            except ConfigError as error:
+                logger.info("an operator's change is not repeated: %s %s: %s", made, shown(target), error)
 
     def apply(self, changes: Iterable[Change]) -> None:
         """Apply changes in their order. An engine that cannot be added is logged and left out."""
@@ -141,20 +185,25 @@ class EngineAdmin:
             self._update(address, entry)
 
     def _add(self, entry: EngineEntry) -> None:
-        settings, url = self.settings, entry.url
+        url = entry.url
         if not self.takes_paths:
             url.check_is_endpoint()
             if entry.dp_ranks not in ("", "1"):
                 raise ConfigError("--ext-proc names addresses, not ranks: leave dp_ranks out")
-        tls = None
-        if url.is_tls:
-            tls = EngineTls(settings.engine_ca_certs, settings.engine_certfile, settings.engine_keyfile)
-        pool = Pool(Address(url.host, url.port, tls, entry.server_name), settings.connect_timeout)
+        tls = self._engine_tls() if url.is_tls else None
+        pool = Pool(Address(url.host, url.port, tls, entry.server_name), self.settings.connect_timeout)
         num_ranks = self._num_ranks(entry)
         address = self.fleet.add(url.name, url.url, pool, self._head(entry), num_ranks, url.traits)
         address.labels = entry.labels
         self._declare_model(address, entry)
         self.watch.begin(address)
+
+    def _engine_tls(self) -> EngineTls:
+        """Return the TLS of all engines, whose files are read for the first engine that needs them."""
+        if self._tls is None:
+            settings = self.settings
+            self._tls = EngineTls(settings.engine_ca_certs, settings.engine_certfile, settings.engine_keyfile)
+        return self._tls
 
     def _update(self, address: EngineAddress, entry: EngineEntry) -> None:
         """Change what differs from the entry before, and keep what is known of the engine."""
@@ -265,6 +314,15 @@ class _NewEngine(msgspec.Struct):
     url: str
 
 
+def url_to_add(body: bytes | memoryview) -> str:
+    """Return the NAME=URL in the body of a request to add an engine.
+
+    Raises:
+        msgspec.MsgspecError, UnicodeDecodeError, RecursionError: the body has another form.
+    """
+    return msgspec.json.decode(body, type=_NewEngine).url
+
+
 class Admin:
     """Handles the operator's requests.
 
@@ -318,7 +376,7 @@ class Admin:
         """Handle POST /admin/engines {"url": "NAME=http://HOST:PORT"}: add an engine and answer 201."""
         try:
             async with self._bodies.holding(http) as body:
-                url = EngineUrl.parse(msgspec.json.decode(body, type=_NewEngine).url)
+                url = EngineUrl.parse(url_to_add(body))
             address = self._engine_admin.add(url)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
             raise RequestError(shown(error), param="url", code="invalid_value") from None
@@ -362,11 +420,9 @@ class Admin:
 
     def _named(self, http: web.Request) -> list[RoutedEngine]:
         """Return the engine of a name, or the ranks of an address."""
-        name, fleet = http.match_info["name"], self._engine_admin.fleet
-        if (engine := fleet.named(name)) is not None:
-            return [engine]
-        if (address := fleet.address_named(name)) is not None:
-            return list(address.engines)
+        name = http.match_info["name"]
+        if engines := self._engine_admin.named(name):
+            return engines
         raise HttpError(404, f"There is no engine {shown(name)}.", "not_found")
 
     def _shown(self, engines: Sequence[RoutedEngine], status: int = 200) -> web.Response:

@@ -6,13 +6,9 @@ import asyncio
 import contextlib
 import gc
 import logging
-import mmap
 import socket
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from typing import Protocol
-
-import numpy as np
 
 from moestro.config.idle_flags import warn_of_idle_flags
 from moestro.errors import DrainingError
@@ -22,6 +18,7 @@ from moestro.gateway.clients.request_body import PromptReader
 from moestro.gateway.figures import RouteLines, RouteSummary, route_banner
 from moestro.gateway.proxy import sweep_forever
 from moestro.gateway.settings import ROUTE_NEEDS, EngineUrl, RouteSettings
+from moestro.gateway.worker_place import WorkerPlace
 from moestro.web.banner import log_forever, print_banner
 from moestro.web.ports.connections import (
     MAX_OPERATOR_CONNECTIONS,
@@ -37,67 +34,16 @@ from moestro.web.ports.connections import (
 from moestro.web.ports.faults import Faults, Port
 from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, process_age_s, run_server, stop_with, wait_until
 from moestro.web.ports.tls import ServerTls
-from moestro.web.rate_limits import ProcessLimits, SharedLimits
+from moestro.web.rate_limits import ProcessLimits
 from moestro.web.tracing import open_sink
 
 logger = logging.getLogger(__name__)
-
-
-_COUNTERS = ("begun", "waiting", "updated", "serving")
-
-
-class WorkerStarts:
-    """Counts the starts of each worker, and notes the newest start that has reached each stage.
-
-    A note names its start, so that one about a worker that died does not count for its successor. Each counter has
-    one writer.
-
-    Args:
-        num_workers: workers of the router.
-    """
-
-    def __init__(self, num_workers: int) -> None:
-        kind = np.dtype([(name, "u8") for name in _COUNTERS])
-        self._rows = np.frombuffer(mmap.mmap(-1, kind.itemsize * num_workers), kind)
-
-    def begin(self, worker: int) -> None:
-        """Count a start. Called by the starting process."""
-        self._rows["begun"][worker] += 1
-
-    def wait(self, worker: int) -> None:
-        """Note that the worker waits for the operators' changes. Called by the worker."""
-        self._rows["waiting"][worker] = self._rows["begun"][worker]
-
-    def serve(self, worker: int) -> None:
-        """Note that the worker takes requests. Called by the worker."""
-        self._rows["serving"][worker] = self._rows["begun"][worker]
-
-    def update(self, worker: int, start: int) -> None:
-        """Note that a start has the operators' changes. Called by the process of the admin plane."""
-        self._rows["updated"][worker] = start
-
-    def lacking(self, worker: int) -> int | None:
-        """Return the start that waits for the operators' changes; None means that the worker does not wait."""
-        row = self._rows[worker]
-        start = int(row["begun"])
-        return start if row["waiting"] == start != row["updated"] else None
-
-    def is_updated(self, worker: int) -> bool:
-        """Return whether the worker has the operators' changes."""
-        row = self._rows[worker]
-        return bool(row["updated"] == row["begun"])
-
-    def are_serving(self) -> bool:
-        """Return whether all workers take requests."""
-        rows = self._rows
-        return bool(((rows["serving"] == rows["begun"]) & (rows["begun"] > 0)).all())
 
 
 _SWEEP_S = 0.25
 _MANY_ENGINES = 64  # For which there are open files where lists name the engines.
 _FIRST_LOOK_S = 5.0  # Longest wait of the banner for the first health check of every engine.
 _PEERS_S = 2.0  # Longest wait for the state of other routers, some of which may not connect.
-_OPERATORS_S = 10.0  # Longest wait of a worker for the operators' changes, whose process may be starting again.
 _GC_THRESHOLD = 50_000  # Requests leave no cycles, so frequent collections would waste time.
 
 
@@ -105,23 +51,6 @@ class OpenPort(Protocol):
     """A further port of the router that is open."""
 
     url: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPlace:
-    """What a worker process of a router has from the process that started it.
-
-    Attributes:
-        lifeline: end of a pipe, which is closed when the starting process is gone.
-        limits: table of the limits that all workers share.
-        starts: stage of each worker's start.
-        number: number of the worker.
-    """
-
-    lifeline: int
-    limits: SharedLimits
-    starts: WorkerStarts
-    number: int
 
 
 PortOpener = Callable[[RouterApp, RouteSettings], contextlib.AbstractAsyncContextManager[OpenPort]]
@@ -205,16 +134,13 @@ class _RouteServer:
                     await self._serve(app, listener, admin_listener, picker_url)
 
     async def _catch_up(self, app: RouterApp) -> None:
-        """Wait for what others know, so that the first decision has it: other routers' state and operators' changes."""
+        """Take over the operators' changes and the state of other routers, so that the first decision has them."""
+        if self._worker is not None and (changes := self._worker.changes.read()):
+            # Changes that are made from now on arrive at this worker's admin plane, which is open.
+            app.engine_admin.repeat(changes)
+            await _first_look(app)
         if app.peers is not None:
             await app.peers.catch_up(_PEERS_S)
-        place = self._worker
-        if place is None:
-            return
-        place.starts.wait(place.number)
-        await wait_until(lambda: place.starts.is_updated(place.number), _OPERATORS_S)
-        if not place.starts.is_updated(place.number):
-            logger.warning("worker %d serves without the operators' changes: the admin plane is gone", place.number)
 
     def _peer_socket(self) -> contextlib.AbstractContextManager[socket.socket | None]:
         """Return the bound socket for other routers; None if there are none."""

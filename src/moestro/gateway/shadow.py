@@ -30,7 +30,7 @@ from moestro.gateway.engines.fleet import Counts, Fleet, RouteBounds, RoutedEngi
 from moestro.gateway.exchange import ExchangeContext
 from moestro.gateway.proxy import Admission, Proxy
 from moestro.routing.decision_log import DecisionLog
-from moestro.routing.decision_record import EngineCounted, Entry, Served
+from moestro.routing.decision_record import EngineCounted, Entry, Served, Uncopied
 from moestro.routing.router import RouteDecision
 from moestro.web.ports.faults import LogLimit
 
@@ -179,6 +179,7 @@ _LOOK_S = 0.25  # Time between two looks at the log.
 _COUNTS_NS = 60 * NS_PER_S  # Time between two records of what engines have counted.
 _FORGET_NS = 3600 * NS_PER_S  # Longest wait for the line of a request.
 _UNKNOWN_STATUS = 0
+_NO_COPIES = 10  # Answers without any copy of a request, after which the log says that none comes.
 _LINES = ("matched", "no_copy", "no_engine", "unreadable")
 _COPIES = ("decided", "refused", "repeated", "no_line")
 
@@ -245,6 +246,8 @@ class ShadowObserver(Collector):
         self._router_counts = counts
         self._open: OrderedDict[str, _Copy] = OrderedDict()
         self._counted_ns: dict[RoutedEngine, int] = {}
+        self._num_noted = 0  # answers without a copy, in the record
+        self._noted_ns = -_COUNTS_NS
         self._log = LogLimit(logger)
         self.counts = ShadowCounts()
 
@@ -311,7 +314,7 @@ class ShadowObserver(Collector):
     def _answered(self, answer: LoggedAnswer, now_ns: int) -> None:
         copy = self._open.pop(answer.request_id, None)
         if copy is None:
-            self.counts.lines["no_copy"] += 1
+            self._has_no_copy()
             return
         engine = self._engine_at(answer.upstream)
         if engine is not None:
@@ -339,6 +342,17 @@ class ShadowObserver(Collector):
             )
         name = answer.upstream if engine is None else engine.name
         self._decision_log.ended(answer.request_id, answer.status, {}, served_by=name)
+
+    def _has_no_copy(self) -> None:
+        lines = self.counts.lines
+        lines["no_copy"] += 1
+        if lines["no_copy"] == _NO_COPIES and not self.counts.copies:
+            logger.warning(
+                "--access-log has %d answers, and the shadow got no copy of a request: a log has no prompts, so no hits"
+                " and no TTFT can be predicted. Let the router in use copy its requests to this port, with the request"
+                " ids of the log as X-Request-ID (docs/shadow.md).",
+                _NO_COPIES,
+            )
 
     def _note_served(self, copy: _Copy, engine: RoutedEngine, answer: LoggedAnswer) -> None:
         counts, chosen = self.counts, copy.decision.engine
@@ -378,6 +392,10 @@ class ShadowObserver(Collector):
             self._decision_log.ended(request_id, _UNKNOWN_STATUS, {})
 
     def _note_counts(self, now_ns: int, *, is_last: bool) -> None:
+        num_uncopied = self.counts.lines["no_copy"]
+        if num_uncopied != self._num_noted and (is_last or now_ns - self._noted_ns >= _COUNTS_NS):
+            self._num_noted, self._noted_ns = num_uncopied, now_ns
+            self._write(Uncopied(num_uncopied, now_ns))
         for engine in self._fleet:
             since_ns = self._counted_ns.get(engine, now_ns - _COUNTS_NS)
             if engine.totals.num_first_tokens is not None and (is_last or now_ns - since_ns >= _COUNTS_NS):

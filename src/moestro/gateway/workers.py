@@ -29,18 +29,35 @@ from aiohttp import web
 
 from moestro.config.idle_flags import warn_of_idle_flags
 from moestro.errors import MoestroError
-from moestro.gateway.admin import MAX_BODY_BYTES, AdminHandlers, EngineView, admin_runner
+from moestro.gateway.admin import (
+    MAX_BODY_BYTES,
+    AdminHandlers,
+    ChangeMade,
+    EngineView,
+    OperatorChange,
+    admin_runner,
+    url_to_add,
+)
 from moestro.gateway.clients.request_body import PromptReader
 from moestro.gateway.figures import RouteSummary, route_banner
-from moestro.gateway.server import WorkerPlace, WorkerStarts, route
+from moestro.gateway.server import route
 from moestro.gateway.settings import ROUTE_NEEDS, AdminSettings, RouteSettings
+from moestro.gateway.worker_place import OperatorChanges, WorkerPlace, WorkerStarts
 from moestro.web.banner import print_banner
 from moestro.web.bodies import Bodies
 from moestro.web.errors import HttpError
 from moestro.web.figures import CONTENT_TYPE, Durations, EngineStatistics, LiveStatistics, limit_in
 from moestro.web.ports.connections import MAX_OPERATOR_CONNECTIONS, FrontLimits, bound_socket, http_front, url_of
 from moestro.web.ports.faults import Faults, Port
-from moestro.web.ports.lifecycle import EXIT_S, Lifecycle, process_age_s, run_server, set_up_logging, stop_with
+from moestro.web.ports.lifecycle import (
+    EXIT_S,
+    Lifecycle,
+    process_age_s,
+    run_server,
+    set_up_logging,
+    stop_with,
+    wait_until,
+)
 from moestro.web.rate_limits import SharedLimits
 
 logger = logging.getLogger(__name__)
@@ -152,8 +169,6 @@ def _worst(conditions: Sequence[str]) -> str:
 
 
 _ANSWER_S = 5.0  # time for a worker to answer
-_LOOK_S = 0.1  # time between two looks for workers that have started
-_MAX_ACTIONS = 4096  # changes of engines that a new worker gets; older ones are forgotten
 _NONE_ANSWERS = "No worker answers: all of them are starting or gone. Try again."
 
 
@@ -167,6 +182,7 @@ class OperatorsPlace:
         worker_ports: port of each worker's own admin plane.
         worker_key: key of these.
         starts: stage of each worker's start.
+        changes: operators' changes of engines, which this process writes.
         lifeline: end of a pipe, which is closed when the starting process is gone.
         prompts: method of comparing prompts, in words.
     """
@@ -176,6 +192,7 @@ class OperatorsPlace:
     worker_ports: tuple[int, ...]
     worker_key: str
     starts: WorkerStarts
+    changes: OperatorChanges
     lifeline: int
     prompts: str
 
@@ -197,27 +214,18 @@ async def _serve(settings: RouteSettings, place: OperatorsPlace, lifecycle: Life
         limits = FrontLimits(MAX_OPERATOR_CONNECTIONS, settings.access.max_connections_per_address)
         server = http_front(Port.OPERATORS, runner, place.listener, limits, lifecycle.faults).open()
         lifecycle.is_serving = True
-        following = asyncio.create_task(_follow(workers, settings, place))
+        announcing = asyncio.create_task(_announce(workers, settings, place))
         try:
             await lifecycle.stop_requested.wait()
         finally:
-            following.cancel()
+            announcing.cancel()
             server.close()
             await runner.cleanup()
 
 
-async def _follow(workers: Workers, settings: RouteSettings, place: OperatorsPlace) -> None:
-    """Show the banner once all workers serve, and bring workers that start again up to date."""
-    is_announced = False
-    while True:
-        await workers.look()
-        if not is_announced and place.starts.are_serving():
-            is_announced = True
-            await _announce(workers, settings, place)
-        await asyncio.sleep(_LOOK_S)
-
-
 async def _announce(workers: Workers, settings: RouteSettings, place: OperatorsPlace) -> None:
+    """Show the banner once all workers serve."""
+    await wait_until(place.starts.are_serving, math.inf)
     views = merged_engines(answer.content()["engines"] for answer in await workers.ask_all("GET", "/admin/engines"))
     scheme = "https" if settings.tls.ssl_certfile is not None else "http"
     host = f"[{settings.front.host}]" if ":" in settings.front.host else settings.front.host
@@ -268,7 +276,6 @@ class Workers:
     session: aiohttp.ClientSession
     place: OperatorsPlace
     workers: list[_Worker]
-    actions: list[tuple[str, str, bytes]] = field(default_factory=list)
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
@@ -302,36 +309,33 @@ class Workers:
             raise HttpError(503, _NONE_ANSWERS, "no_worker")
         return found
 
-    async def change_all(self, method: str, path: str, body: bytes) -> Answered:
+    async def change_all(
+        self, method: str, path: str, change: OperatorChange | None = None, body: bytes = b""
+    ) -> Answered:
         """Let all workers change their engines, also those that start later, and return one answer.
 
         A refusal of any worker is returned in place of the others' answers.
+
+        Args:
+            change: the change that the request asks for; None means that it asks for none in a known form.
+
+        Raises:
+            HttpError: None of them answers.
         """
+        shared = self.place.changes
         async with self.changing:
-            answers = await self.ask_all(method, path, body)
-            worst = max(answers, key=lambda answer: answer.status)
-            if any(answer.status < HTTPStatus.BAD_REQUEST for answer in answers):
-                self.actions.append((method, path, body))
-                del self.actions[:-_MAX_ACTIONS]
-            return worst
-
-    async def look(self) -> None:
-        """Send each worker that waits for them the changes that it lacks; from then on it takes requests."""
-        starts = self.place.starts
-        for worker in self.workers:
-            start = starts.lacking(worker.number)
-            if start is None:
-                continue
-            async with self.changing:  # A later change reaches the worker itself.
-                if await self._send_actions(worker):
-                    starts.update(worker.number, start)
-
-    async def _send_actions(self, worker: _Worker) -> bool:
-        """Return whether the worker has answered each change of engines."""
-        for method, path, body in self.actions:
-            if await self.ask(worker, method, path, body) is None:
-                return False
-        return True
+            before = shared.read()
+            if change is not None:
+                # A worker that opens its admin plane from now on reads the change; the others get the request.
+                shared.write([*before, change])
+            is_taken = False
+            try:
+                answers = await self.ask_all(method, path, body)
+                is_taken = any(answer.status < HTTPStatus.BAD_REQUEST for answer in answers)
+            finally:
+                if not is_taken:
+                    shared.write(before)
+            return max(answers, key=lambda answer: answer.status)
 
 
 class WorkersAdmin:
@@ -347,11 +351,11 @@ class WorkersAdmin:
         handlers = AdminHandlers(
             metrics=self.metrics,
             engines=self.engines,
-            add=self.change,
+            add=self.add,
             engine=self.engine,
-            remove=self.change,
-            drain=self.change,
-            resume=self.change,
+            remove=self.remove,
+            drain=self.drain,
+            resume=self.resume,
             explain=self.explain,
             decisions=self.decisions,
             statistics=self.statistics,
@@ -385,11 +389,32 @@ class WorkersAdmin:
         merged = merged_engines(each.get("engines", [each]) for each in shown)
         return _json(merged[0] if len(merged) == 1 else {"engines": merged})
 
-    async def change(self, http: web.Request) -> web.Response:
-        """Handle POST and DELETE below /admin/engines: change the engines of all workers."""
-        async with self._bodies.holding(http) as body:
-            answer = await self._workers.change_all(http.method, http.raw_path, bytes(body))
+    async def add(self, http: web.Request) -> web.Response:
+        """Handle POST /admin/engines: add an engine in all workers."""
+        async with self._bodies.holding(http) as held:
+            body = bytes(held)
+        try:
+            change = OperatorChange(ChangeMade.ADD, url_to_add(body))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            change = None  # the workers refuse it
+        answer = await self._workers.change_all(http.method, http.raw_path, change, body)
         return answer.response()
+
+    async def remove(self, http: web.Request) -> web.Response:
+        """Handle DELETE /admin/engines/{name}: remove an engine from all workers."""
+        return await self._change(http, ChangeMade.REMOVE)
+
+    async def drain(self, http: web.Request) -> web.Response:
+        """Handle POST /admin/engines/{name}/drain: drain an engine in all workers."""
+        return await self._change(http, ChangeMade.DRAIN)
+
+    async def resume(self, http: web.Request) -> web.Response:
+        """Handle POST /admin/engines/{name}/resume: let all workers send an engine requests again."""
+        return await self._change(http, ChangeMade.RESUME)
+
+    async def _change(self, http: web.Request, made: ChangeMade) -> web.Response:
+        change = OperatorChange(made, http.match_info["name"])
+        return (await self._workers.change_all(http.method, http.raw_path, change)).response()
 
     async def explain(self, http: web.Request) -> web.Response:
         """Handle GET /admin/explain/{request_id}: return the answer of the worker that knows the request."""
@@ -545,7 +570,7 @@ class _Supervisor:
     def __init__(self, settings: RouteSettings, prompt_reader: PromptReader, plan: _WorkerPlan) -> None:
         self._stop_s = settings.front.shutdown_timeout + EXIT_S + _MARGIN_S
         self._lifeline, self._held = os.pipe()
-        self._starts = WorkerStarts(settings.front.workers)
+        self._starts, self._changes = WorkerStarts(settings.front.workers), OperatorChanges()
         self._limits = SharedLimits(settings.front.workers)
         self._is_stopping = False
         self._status = 0
@@ -559,13 +584,14 @@ class _Supervisor:
             worker_ports=plan.admin,
             worker_key=plan.admin_key,
             starts=self._starts,
+            changes=self._changes,
             lifeline=self._lifeline,
             prompts=prompt_reader.words,
         )
         self._operators = _Process("the admin plane", lambda: serve_operators(settings, place))
 
     def _worker(self, settings: RouteSettings, prompt_reader: PromptReader, at: int) -> Callable[[], None]:
-        place = WorkerPlace(self._lifeline, self._limits, self._starts, at)
+        place = WorkerPlace(self._lifeline, self._limits, self._starts, self._changes, at)
         return lambda: route(settings, prompt_reader, worker=place)
 
     def run(self) -> int:

@@ -54,6 +54,7 @@ class RequestCounts(NamedTuple):
     prefill_tokens: memoryview
     context_tokens: memoryview
     num_unseen: memoryview
+    reported_prefill_tokens: memoryview
 
 
 class _Comparison(NamedTuple):
@@ -203,6 +204,7 @@ class EngineColumns:
             self.prefill_tokens.data,
             self.context_tokens.data,
             self.num_unseen.data,
+            self.reported_prefill_tokens.data,
         )
         self._values = np.zeros((len(ROUTED_FIGURES), capacity), np.float64)
         self._as_of_ns = np.full((len(ROUTED_FIGURES), capacity), NEVER_NS, np.int64)
@@ -317,7 +319,7 @@ class EngineSpeeds:
         """Note the load of `engine` before it gets a request with `num_tokens` tokens to compute."""
         columns = self._columns
         waiting = columns.counts.num_prefilling[engine]
-        reported = columns.reported_prefill_tokens.item(engine)
+        reported = columns.counts.reported_prefill_tokens[engine]
         self._sent_tokens[engine] += num_tokens
         is_first = not waiting and reported in (0, math.inf)
         return SentTiming(is_first, columns.counts.num_in_flight[engine] - waiting)

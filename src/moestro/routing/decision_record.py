@@ -271,6 +271,13 @@ class EngineCounted(msgspec.Struct, frozen=True, tag=True):
     now_ns: int
 
 
+class Uncopied(msgspec.Struct, frozen=True, tag=True):
+    """Entry of a shadow: answers in the access log since its start that have no copy of their request."""
+
+    num_answers: int
+    now_ns: int
+
+
 class Gap(msgspec.Struct, frozen=True, tag=True):
     """Entry: lines before it are missing, so that decisions up to the next head cannot be replayed."""
 
@@ -289,7 +296,7 @@ Entry = (
     Head | EngineAdded | SpecSet | EngineRemoved | RoutableSet | EngineWasLost | Submitted | FirstTokenCame
     | RequestEnded | BeganElsewhere | FirstTokenElsewhere | EndedElsewhere | SentElsewhere | Reported | KvStored
     | KvHosted | KvRemoved | KvCleared | KvIncomplete | KvLost | RequestTrace | ScheduledOn | ExpertsMoved | Gap
-    | Served | EngineCounted
+    | Served | EngineCounted | Uncopied
 )  # fmt: skip
 
 
@@ -612,7 +619,7 @@ def _entries(lines: Iterable[bytes]) -> Iterator[Entry]:
         except msgspec.MsgspecError as error:
             damage = f"line {number} is not an entry of a record: {error}"
             continue
-        if isinstance(entry, RequestTrace | ScheduledOn | ExpertsMoved | Served | EngineCounted):
+        if isinstance(entry, RequestTrace | ScheduledOn | ExpertsMoved | Served | EngineCounted | Uncopied):
             continue
         if isinstance(entry, Head):
             damage, is_behind_gap = None, False

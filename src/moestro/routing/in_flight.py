@@ -89,18 +89,17 @@ class InFlight:
         """
         if request_id in self._by_id:
             raise InvariantError(f"request id {request_id!r} is in flight already")
-        columns, row = self._columns, flight.engine
+        counts, row = self._columns.counts, flight.engine
         flight.serial = self._num_added
         self._num_added += 1
         self._by_id[request_id] = flight
         self._rows[row].flights[request_id] = flight
-        counts = columns.counts
         counts.num_in_flight[row] += 1
         counts.num_prefilling[row] += 1
         counts.num_unseen[row] += 1
         counts.prefill_tokens[row] += flight.num_prefill_tokens
         counts.context_tokens[row] += flight.num_known_tokens
-        columns.reported_prefill_tokens[row] += flight.num_prefill_tokens
+        counts.reported_prefill_tokens[row] += flight.num_prefill_tokens
 
     def first_token(self, request_id: str) -> Flight | None:
         """Record a computed prompt. Return the flight, or None if that was known or the id is not in flight."""
@@ -108,11 +107,11 @@ class InFlight:
         if flight is None or not flight.is_prefilling:
             return None
         flight.is_prefilling = False
-        columns, row = self._columns, flight.engine
-        columns.counts.num_prefilling[row] -= 1
-        columns.counts.prefill_tokens[row] -= flight.num_prefill_tokens
+        counts, row = self._columns.counts, flight.engine
+        counts.num_prefilling[row] -= 1
+        counts.prefill_tokens[row] -= flight.num_prefill_tokens
         if flight.serial > self._rows[row].seen_prefill:
-            columns.reported_prefill_tokens[row] -= flight.num_prefill_tokens
+            counts.reported_prefill_tokens[row] -= flight.num_prefill_tokens
         return flight
 
     def ended(self, request_id: str, now_ns: int) -> Flight:

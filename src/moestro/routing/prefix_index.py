@@ -12,6 +12,10 @@ that it reported and by pending prompts: from the decision to the request's end 
 it. Its history would not count, so its prompts are only kept, until its events fail and they become its history. An
 engine with a gap in its events is represented by its history and by the blocks that it reported.
 
+Reported blocks that neighbour each other in a prompt and have the same holders share one object, which has their names
+packed. So a look-up compares a whole run of blocks at once. A run is cut where its blocks get different holders, and
+joined again when a prompt passes many runs with the same holders.
+
 An engine may keep blocks in host memory alone. Of reported blocks these are marked. Of a history they are those that
 its device has no room for, because newer prompts came since.
 
@@ -23,12 +27,15 @@ many blocks are predicted too many as too few.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.hashing import HASH_BYTES, BlockRun, PrefixTree, split_hashes
+from moestro.core.hashing import HASH_BYTES, BlockRun, PrefixTree, num_common, split_hashes
+from moestro.core.views import SHORT
 
 # Bytes per entry, including the unused part of dictionaries that have just grown.
 REPORTED_BYTES = 300  # one block reported by one engine
@@ -40,9 +47,47 @@ _MOST_UNREPORTED = 3  # prompts in a row; a cache that is full may have lost one
 _LEAVE_AT_ONCE = 4096  # blocks dropped at once, in a few milliseconds; a stranger may have reported a million
 _LEAVE_A_CALL = 256
 _KEPT_SIZES = 4  # sizes of a cache whose blocks kept prompts have together; prompts share blocks
+_MOST_ALIKE = 4  # neighbouring runs with the same holders that a look-up passes without joining them
 _FEW = 8  # up to this number bits are extracted one by one, above it by unpacking all bits
 
 Steps = list[tuple[int, int]]  # (depth in blocks, engines that hold that many leading blocks), by ascending depth
+
+
+class _HeldRun:
+    """Reported blocks that the same engines hold.
+
+    Attributes:
+        holders: set of the engines.
+        blocks: packed names of consecutive blocks, each of which has this object in `PrefixIndex._reported`. Blocks
+            that were cut off from them may have it too.
+    """
+
+    __slots__ = ("blocks", "holders")
+
+    def __init__(self, holders: int, blocks: bytes = b"") -> None:
+        self.holders = holders
+        self.blocks = blocks
+
+    def leave(self, blocks: bytes) -> None:
+        """Forget consecutive blocks that have another object from now on."""
+        mine = self.blocks
+        if mine.endswith(blocks):
+            self.blocks = mine[: -len(blocks)]
+        elif mine.startswith(blocks):
+            self.blocks = mine[len(blocks) :]
+        else:  # blocks behind them are cut off; and of blocks that are not consecutive here, none may stay
+            self.blocks = mine[: max(_place(mine, blocks), 0)]
+
+    def num_common(self, hashes: bytes, at: int) -> int:
+        """Return how many blocks of a prompt from byte `at` are known to have this object, as the first one has."""
+        blocks = self.blocks
+        if blocks and hashes.startswith(blocks, at):
+            return len(blocks) // HASH_BYTES
+        begin = _place(blocks, hashes[at : at + HASH_BYTES])
+        if begin < 0:
+            return 1
+        blocks = blocks[begin:]
+        return len(blocks) // HASH_BYTES if hashes.startswith(blocks, at) else num_common(blocks, hashes, at)
 
 
 @dataclass(slots=True)
@@ -90,7 +135,7 @@ class PrefixIndex:
         self._recent = PrefixTree()  # of engines with host memory, the part of the history that is on the device
         self._has_host = 0  # engines with host memory of known size
         self._hosted: dict[bytes, int] = {}  # block -> set of engines that reported it in host memory alone
-        self._reported: dict[bytes, int] = {}  # block -> set of engines that hold it
+        self._reported: dict[bytes, _HeldRun] = {}  # block -> engines that hold it
         self._leaving: deque[tuple[int, OrderedDict[bytes, None]]] = deque()  # dropped blocks still in `_reported`
         self._stale = 0  # engines with such blocks, whose bits in `_reported` are not believed
         self._complete = 0  # engines whose events report all their blocks
@@ -140,24 +185,24 @@ class PrefixIndex:
 
     # --- queries
 
-    def match(self, hashes: bytes) -> NDArray[np.int64]:
-        """Return how many leading blocks of a prompt each engine holds without a gap, int64[num_engines].
+    def match(self, hashes: bytes, block_tokens: int = 1) -> NDArray[np.int64]:
+        """Return how many leading tokens of a prompt each engine holds without a gap, int64[num_engines].
 
         Args:
             hashes: packed block hashes, HASH_BYTES each, in prompt order.
+            block_tokens: tokens per block; 1 counts blocks.
         """
         self._leave(_LEAVE_A_CALL)
         num_engines, exact = len(self._engines), self._exact
-        found = np.zeros(num_engines, np.int64)
         # Histories of exact engines do not count, so where all engines are exact none is looked at.
         steps = [] if exact == (1 << num_engines) - 1 else _steps(self._history, hashes, ~exact)
         if not exact and not self._reported:
+            found = np.zeros(num_engines, np.int64)
             for depth, holders in steps:  # ascending, so that deeper matches overwrite shallower ones
-                _set(found, holders, depth)
+                _set(found, holders, depth * block_tokens)
             return found
         steps = _either(steps, _steps(self._pending, hashes, exact))
-        self._walk(hashes, steps, found)
-        return found
+        return _filled(num_engines, self._walk(hashes, steps), block_tokens)
 
     @property
     def has_hosted(self) -> bool:
@@ -274,25 +319,33 @@ class PrefixIndex:
         row, bit = self._engines[engine], 1 << engine
         row.num_unreported = 0
         self._exact |= self._complete & bit
-        mine, all_holders, last, last_with = row.reported, self._reported, -1, bit
+        mine, held = row.reported, self._reported
+        new: list[bytes] = []
         for block in reversed(split_hashes(hashes)):  # so that a prompt's first blocks are evicted last
             if block in mine:
                 mine.move_to_end(block)
-                continue
-            mine[block] = None
-            holders = all_holders.get(block, 0)
-            if holders is not last:  # neighbours with the same set keep sharing one object
-                last, last_with = holders, holders | bit
-            all_holders[block] = last_with
+            else:
+                mine[block] = None
+                new.append(block)
+        new.reverse()
+        for begin, end, old in _by_run(held, new):
+            part = new[begin:end]
+            run = _HeldRun(bit if old is None else old.holders | bit, b"".join(part))
+            for block in part:
+                held[block] = run
+            if old is not None:
+                old.leave(run.blocks)
         self._keep_share(engine)
 
     def removed(self, engine: int, hashes: bytes) -> None:
         """Record blocks that `engine` reported as removed. Blocks that it did not hold are ignored."""
-        reported, bit = self._engines[engine].reported, 1 << engine
+        reported = self._engines[engine].reported
+        gone: list[bytes] = []
         for block in split_hashes(hashes):
             if block in reported:
                 del reported[block]
-                self._drop(bit, block)
+                gone.append(block)
+        self._drop(1 << engine, gone)
 
     def cleared(self, engine: int) -> None:
         """Record that `engine` holds no block, and that its events are complete from now on."""
@@ -334,25 +387,52 @@ class PrefixIndex:
 
     # --- inside
 
-    def _walk(self, hashes: bytes, foretold: Steps, found: NDArray[np.int64]) -> None:
-        """Fill `found` with the leading blocks that each engine reported, or holds according to `foretold`."""
-        blocks, get = split_hashes(hashes), self._reported.get
-        alive, believed, begin = (1 << len(self._engines)) - 1, ~self._stale, 0
-        for border, others in (*foretold, (len(blocks), 0)):
-            last: int | None = None
-            for depth in range(begin, border if alive & ~others else begin):
-                held_by = get(blocks[depth], 0)
-                if held_by is last:  # neighbouring blocks usually share one set object
-                    continue
-                last, left = held_by, alive & (held_by & believed | others)
+    def _walk(self, hashes: bytes, foretold: Steps) -> Steps:
+        """Return how many leading blocks each engine reported, or holds according to `foretold`.
+
+        Each engine is in one of the sets.
+        """
+        num_blocks, get = len(hashes) // HASH_BYTES, self._reported.get
+        alive, believed = (1 << len(self._engines)) - 1, ~self._stale
+        found: Steps = []
+        begin = end = held_by = num_alike = 0  # blocks before `end` are known to be held by `held_by`
+        for border, others in (*foretold, (num_blocks, 0)):
+            depth = begin
+            while depth < border and alive & ~others:
+                if depth >= end:
+                    at = depth * HASH_BYTES
+                    held, last = get(hashes[at : at + HASH_BYTES]), held_by
+                    held_by = 0 if held is None else held.holders
+                    end = depth + (1 if held is None else held.num_common(hashes, at))
+                    num_alike += held_by == last
+                left = alive & (held_by & believed | others)
                 if left != alive:
-                    if depth:
-                        _set(found, alive ^ left, depth)
+                    found.append((depth, alive ^ left))
                     alive = left
-                    if not alive & ~others:
-                        break
+                depth = end
             begin = border
-        _set(found, alive, begin)
+        found.append((begin, alive))
+        if num_alike > _MOST_ALIKE:
+            self._join(hashes[: end * HASH_BYTES])
+        return found
+
+    def _join(self, hashes: bytes) -> None:
+        """Join the neighbouring runs of a prompt's blocks that have the same holders."""
+        blocks, held = split_hashes(hashes), self._reported
+        runs = [held.get(block) for block in blocks]
+        if len(set(blocks)) < len(blocks):  # no prompt has a block twice, unless its names are made up
+            return
+        for begin, end in _alike([None if run is None else run.holders for run in runs]):
+            first = runs[begin]
+            if first is None or runs[begin:end].count(first) == end - begin == len(first.blocks) // HASH_BYTES:
+                continue
+            joined = _HeldRun(first.holders, hashes[begin * HASH_BYTES : end * HASH_BYTES])
+            for at, until in _alike(runs[begin:end]):
+                old = runs[begin + at]
+                assert old is not None
+                old.leave(hashes[(begin + at) * HASH_BYTES : (begin + until) * HASH_BYTES])
+            for block in blocks[begin:end]:
+                held[block] = joined
 
     def _keep(self, engine: int, hashes: bytes) -> None:
         """Keep a prompt of an engine with exact events, up to a few sizes of its cache."""
@@ -415,15 +495,17 @@ class PrefixIndex:
             elif row.kept:
                 self._drop_kept(row)
             else:
-                self._drop(1 << engine, row.reported.popitem(last=False)[0])
+                self._drop(1 << engine, [row.reported.popitem(last=False)[0]])
                 self.incomplete(engine)
 
     def _bytes_of(self, engine: int) -> int:
         """Bytes of one engine, assuming that no two blocks share a set and each set has a bit per engine."""
         row, set_bytes = self._engines[engine], len(self._engines) // 7
-        history, pending, recent = self._history, self._pending, self._recent
-        num_runs = history.num_runs[engine] + pending.num_runs[engine] + recent.num_runs[engine]
-        num_blocks = history.num_blocks[engine] + pending.num_blocks[engine] + recent.num_blocks[engine]
+        num_runs, num_blocks = self._pending.num_runs[engine], self._pending.num_blocks[engine]
+        for prompts, tree in ((row.prompts, self._history), (row.recent, self._recent)):
+            if prompts:
+                num_runs += tree.num_runs[engine]
+                num_blocks += tree.num_blocks[engine]
         return (
             len(row.reported) * (REPORTED_BYTES + set_bytes)
             + row.num_hosted * (HOSTED_BYTES + set_bytes)
@@ -438,14 +520,27 @@ class PrefixIndex:
         while len(row.recent) > len(row.prompts):  # the device has no prompt that the cache as a whole lacks
             self._recent.drop(engine, row.recent.popleft())
 
-    def _drop(self, bit: int, block: bytes) -> None:
-        left = self._reported.get(block, 0) & ~bit
-        if left:
-            self._reported[block] = left
-        else:
-            self._reported.pop(block, None)
+    def _drop(self, bit: int, gone: list[bytes]) -> None:
+        """Record that an engine holds blocks no more, which are mostly consecutive, first or last one first."""
+        held = self._reported
+        for begin, end, old in _by_run(held, gone):
+            if old is None:
+                continue
+            part, left = gone[begin:end], old.holders & ~bit
+            blocks = b"".join(part)
+            if len(part) > 1 and old.blocks.find(part[-1]) < old.blocks.find(part[0]):
+                blocks = b"".join(reversed(part))
+            if left:
+                run = _HeldRun(left, blocks)
+                for block in part:
+                    held[block] = run
+            else:
+                for block in part:
+                    del held[block]
+            old.leave(blocks)
         if self._hosted:
-            self._unmark(bit, block)
+            for block in gone:
+                self._unmark(bit, block)
 
     def _unmark(self, bit: int, block: bytes) -> None:
         """Forget that an engine holds a block in host memory alone."""
@@ -462,11 +557,9 @@ class PrefixIndex:
         while most > 0 and self._leaving:
             engine, blocks = self._leaving[0]
             now_reported, bit = self._engines[engine].reported, 1 << engine
-            for _ in range(min(most, len(blocks))):
-                most -= 1
-                block = blocks.popitem()[0]
-                if block not in now_reported:
-                    self._drop(bit, block)
+            leaving = [blocks.popitem()[0] for _ in range(min(most, len(blocks)))]
+            most -= len(leaving)
+            self._drop(bit, [block for block in leaving if block not in now_reported])
             if not blocks:
                 self._leaving.popleft()
                 if all(engine != other for other, _ in self._leaving):
@@ -497,6 +590,63 @@ def _either(some: Steps, others: Steps) -> Steps:
             engines |= next((holders for border, holders in steps if border >= depth), 0)
         merged.append((depth, engines))
     return merged
+
+
+def _by_run(held: Mapping[bytes, _HeldRun], blocks: list[bytes]) -> Iterator[tuple[int, int, _HeldRun | None]]:
+    """Yield begin, end and run of neighbouring blocks that have the same one; None means no holder."""
+    runs = [*map(held.get, blocks)]
+    begin, num = 0, len(runs)
+    while begin < num:
+        run = runs[begin]
+        end = num if run is None else min(num, begin + len(run.blocks) // HASH_BYTES)
+        if end <= begin or runs[begin:end].count(run) != end - begin:  # mostly a whole run, or no other has a holder
+            end = begin + 1
+            while end < num and runs[end] is run:
+                end += 1
+        yield begin, end, run
+        begin = end
+
+
+def _place(blocks: bytes, part: bytes) -> int:
+    """Return the byte at which consecutive blocks stand among others; -1 without them."""
+    at = blocks.find(part)
+    while at > 0 and at % HASH_BYTES:  # across two names
+        at = blocks.find(part, at + 1)
+    return at
+
+
+_Kind = TypeVar("_Kind")
+
+
+def _alike(values: Sequence[_Kind]) -> Iterator[tuple[int, int]]:
+    """Yield the begin and the end of each run of equal values."""
+    begin = 0
+    for end in range(1, len(values) + 1):
+        if end == len(values) or values[end] != values[begin]:
+            yield begin, end
+            begin = end
+
+
+def _filled(num_engines: int, found: Steps, block_tokens: int) -> NDArray[np.int64]:
+    """Return the tokens of each engine, which is in one of the sets of `found`, int64[num_engines]."""
+    most = found[0]
+    for step in found:
+        if step[1].bit_count() > most[1].bit_count():
+            most = step
+    if num_engines <= SHORT:
+        of_engine = [most[0] * block_tokens] * num_engines
+        for step in found:
+            left = 0 if step is most else step[1]
+            while left:
+                engine = left.bit_length() - 1
+                of_engine[engine] = step[0] * block_tokens
+                left ^= 1 << engine
+        return np.array(of_engine, np.int64)
+    tokens = np.full(num_engines, most[0] * block_tokens, np.int64)
+    for step in found:
+        if step is not most:
+            _set(tokens, step[1], step[0] * block_tokens)
+    return tokens
 
 
 def _set(found: NDArray[np.int64], engines: int, depth: int) -> None:

@@ -535,7 +535,7 @@ class Router:
         """Return the most tokens of a prompt that any engine is expected to have cached; 0 without a prefix index."""
         if not self._policy.needs.hits:
             return 0
-        return int(self._index.match(request.block_hashes).max(initial=0)) * self._settings.block_size
+        return int(self._index.match(request.block_hashes, self._settings.block_size).max(initial=0))
 
     def waits_since_ns(self, engine: int) -> int | None:
         """Return when the oldest request on `engine` without a first token was submitted; None without such one."""
@@ -650,10 +650,9 @@ class Router:
             table, not_compared = self._columns.compared(table, now_ns - self._settings.fresh_ns)
         host_tokens: NDArray[np.int64] | None = None
         if self._policy.needs.hits:
-            hits = self._index.match(request.block_hashes)
-            hit_tokens = hits * block_size
+            hit_tokens = self._index.match(request.block_hashes, block_size)
             if self._index.has_hosted:
-                host_tokens = self._index.hosted_of(request.block_hashes, hits) * block_size
+                host_tokens = self._index.hosted_of(request.block_hashes, hit_tokens // block_size) * block_size
             if self._has_larger_blocks:  # an engine finds only whole blocks of its own
                 hit_tokens -= hit_tokens % self._columns.block_tokens[: self._columns.num_rows]
                 host_tokens = None if host_tokens is None else np.minimum(host_tokens, hit_tokens)

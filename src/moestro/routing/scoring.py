@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.rng import Draws
-from moestro.core.views import Figure, all_true
+from moestro.core.views import SHORT, Figure, all_true
 from moestro.cost.model import Batch
 from moestro.cost.tables import MeasuredCost, load_table
 from moestro.errors import ConfigError
@@ -40,6 +40,8 @@ Mask = NDArray[np.bool_]
 Scores = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
+
+FEW_ENGINES = 32  # up to which a score of lists takes less time than one of arrays
 
 OWN_COUNTS = Needs()
 
@@ -95,7 +97,14 @@ class Scored(Stateless):
         return choose(view, self.score(view), draws, self.words)
 
 
-def choose(view: RouteView, scores: Scores | Counts, draws: Draws, words: str, among: Mask | None = None) -> Choice:
+def choose(
+    view: RouteView,
+    scores: Scores | Counts,
+    draws: Draws,
+    words: str,
+    among: Mask | None = None,
+    detail: Mapping[str, float] | None = None,
+) -> Choice:
     """Choose the routable engine with the lowest score.
 
     Args:
@@ -103,6 +112,7 @@ def choose(view: RouteView, scores: Scores | Counts, draws: Draws, words: str, a
         words: name of the score, shown in the reason.
         among: bool[n], rows that passed the filters. Without a routable row among them, the choice is among all
             routable rows, and the reason says so.
+        detail: figures for `observe` or for explaining the choice.
     """
     mask = view.engines.routable
     if among is not None:
@@ -113,12 +123,17 @@ def choose(view: RouteView, scores: Scores | Counts, draws: Draws, words: str, a
             words += "; the filter leaves no engine, so all are candidates"
     engine = lowest(scores, mask, draws)
     score = float(scores.item(engine))
-    return Choice(engine, score, f"{words} {score:.6g}", scores)
+    return Choice(engine, score, f"{words} {score:.6g}", scores, {} if detail is None else detail)
 
 
 def lowest(scores: Scores | Counts, among: Mask, draws: Draws) -> int:
     """Return the row with the lowest score in the non-empty set `among`. A draw breaks ties, to spread requests."""
     left = scores if all_true(among) else np.where(among, scores, np.inf)
+    if len(left) <= SHORT and math.isfinite(least := min(values := left.tolist())):
+        if values.count(least) == 1:
+            return int(values.index(least))
+        rows = [row for row, value in enumerate(values) if value == least]
+        return rows[draws.below(len(rows))]
     best = int(left.argmin())  # argmin returns the first NaN, if any
     least = left.item(best)
     if not math.isfinite(least):

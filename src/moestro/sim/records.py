@@ -31,6 +31,7 @@ from moestro.routing.decision_record import (
     Served,
     SpecSet,
     Submitted,
+    Uncopied,
     decode_entry,
 )
 from moestro.routing.scrape import EngineTotals
@@ -91,6 +92,7 @@ class RouterStart:
     Attributes:
         cut_off: note of a line that is.
         counted: what engines had counted, as a shadow noted it.
+        num_uncopied: answers in the access log of a shadow without a copy of their request.
         ages_s: age of what was known of each other router, at each decision.
     """
 
@@ -103,12 +105,13 @@ class RouterStart:
     num_refused: int = 0
     cut_off: str = ""
     counted: list[EngineCounted] = field(default_factory=list)
+    num_uncopied: int = 0
     ages_s: list[float] = field(default_factory=list)
 
     @property
     def is_shadow(self) -> bool:
         """Whether the router was a shadow of the router in use."""
-        return bool(self.counted) or any(each.served is not None for each in self.requests)
+        return bool(self.counted or self.num_uncopied) or any(each.served is not None for each in self.requests)
 
     def take(self, entry: Entry) -> None:
         """Note an entry."""
@@ -125,6 +128,8 @@ class RouterStart:
                     found.ended_ns, found.num_output_tokens = entry.now_ns, entry.num_output_tokens
             case EngineCounted():
                 self.counted.append(entry)
+            case Uncopied():
+                self.num_uncopied = entry.num_answers
             case Served() | RequestTrace():
                 self._answered(entry)
             case _:
@@ -358,7 +363,11 @@ def _blocks(request: Request, num_blocks: int) -> Iterator[bytes]:
         yield known or blake2b(f"{request.request_id} {index}".encode(), digest_size=HASH_BYTES).digest()
 
 
-_SHADOW = ('{"type":"Served"', '{"type":"EngineCounted"')  # beginnings of lines that only a shadow writes
+_SHADOW = (
+    '{"type":"Served"',
+    '{"type":"EngineCounted"',
+    '{"type":"Uncopied"',
+)  # beginnings of lines that only a shadow writes
 _BYTES_PER_TOKEN = 4.0  # of an answer in one piece
 _BYTES_PER_EVENT = 250.0  # of a stream, where engines count no tokens
 _OTHER_TRAFFIC = 0.1  # share of requests that engines may count beyond those of the log, from streams under way
@@ -438,7 +447,15 @@ def read_shadow_record(path: Path) -> ShadowRecord:
     Raises:
         ConfigError: the file cannot be read, has no request with a line of the access log, or has no clocks.
     """
-    runs = [run for run in router_runs(path) if run.requests]
+    runs = list(router_runs(path))
+    num_uncopied = sum(run.num_uncopied for run in runs)
+    if num_uncopied and not any(run.requests for run in runs):
+        raise ConfigError(
+            f"{path} has no request to compare: the shadow got no copy of any, and the {num_uncopied:,} answers in its"
+            " access log say nothing of prompts. Let the router in use copy its requests to the shadow, with the"
+            " request ids of the log as X-Request-ID (docs/shadow.md)"
+        )
+    runs = [run for run in runs if run.requests]
     joined = [(run, [each for each in run.requests if _is_whole(each)]) for run in runs]
     joined = [(run, requests) for run, requests in joined if requests]
     faults = Counter({"were refused by the shadow": sum(run.num_refused for run in runs)})
@@ -455,7 +472,7 @@ def read_shadow_record(path: Path) -> ShadowRecord:
     whole = sum((gain for _, gain in gains), CountedGain())
     requests = [each for _, some in joined for each in some]
     _measure_answers(requests, whole)
-    notes = [*left_out_note(faults), *_count_notes(len(requests), whole)]
+    notes = [*left_out_note(faults), *_uncopied_notes(len(requests), num_uncopied), *_count_notes(len(requests), whole)]
     record = as_record(joined, _prompt_share(requests, whole), notes)
     offset_ns = 0 if len(joined) > 1 else _offset_ns(path, joined[0][0])
     times = np.array([each.arrival_ns for each in record.requests], np.int64)
@@ -519,6 +536,16 @@ def _prompt_share(requests: Sequence[RoutedRequest], counted: CountedGain) -> fl
         return 1.0
     expected = sum(each.request.num_prompt_tokens for each in requests) / len(requests)
     return counted.num_queried_tokens / counted.num_first_tokens / expected
+
+
+def _uncopied_notes(num_requests: int, num_uncopied: int) -> list[str]:
+    if num_uncopied <= _OTHER_TRAFFIC * num_requests:
+        return []  # those under way when the shadow started, and questions for the list of models
+    text = (
+        f"The access log has {num_uncopied:,} answers without a copy of their request, whose prompts are unknown: they"
+        f" are left out, and {num_requests:,} are compared."
+    )
+    return [text]
 
 
 def _count_notes(num_requests: int, counted: CountedGain) -> list[str]:

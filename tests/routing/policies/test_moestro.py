@@ -1,7 +1,11 @@
+import random
+
+import numpy as np
 import pytest
 from support.routers import decide, request, router, table, view
 
 from moestro.core.load_figures import LoadFigures
+from moestro.core.rng import Draws
 from moestro.core.views import ALONE
 from moestro.routing.policies.lmetric import LMetric
 from moestro.routing.policies.moestro import Moestro
@@ -203,3 +207,45 @@ def test_an_engine_that_is_not_routable_is_no_measure_of_other_routers_load():
     alone = decide(taught(), table(**own), req=OF_1000).scores
     scores = decide(taught(), known, req=OF_1000).scores
     assert (scores - alone)[:2].tolist() == pytest.approx([10 * (1000 + 200), 0])
+
+
+def drawn_table(rng: random.Random, num_engines: int):
+    """Engines with some of the figures, for some rows too old or missing."""
+
+    def drawn(low, high):
+        return [rng.uniform(low, high) for _ in range(num_engines)]
+
+    load = [rng.randrange(20) for _ in range(num_engines)]
+    columns = {
+        "num_in_flight": load,
+        "num_prefilling": [rng.randrange(each + 1) for each in load],
+        "prefill_tokens": [rng.randrange(9999) for _ in load],
+        "reported_prefill_tokens": [rng.choice([np.inf, rng.randrange(9999)]) for _ in load],
+        "num_kv_tokens": [rng.choice([1 << 50, rng.randrange(9000)]) for _ in load],
+        "copy_price": drawn(0, 1),
+    }
+    if rng.random() < 0.5:
+        columns |= {"speed": drawn(0.2, 3), "decode_speed": drawn(0.2, 3)}
+    if rng.random() < 0.5:
+        columns["kv_usage"] = [rng.choice([None, rng.random()]) for _ in load]
+    if rng.random() < 0.5:
+        columns["expert_pressure"] = [rng.choice([None, 2 * rng.random()]) for _ in load]
+    return table(as_of_ns=rng.choice([0, 1000 * MS]), **columns)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_few_engines_get_the_scores_of_many_to_the_bit(seed):
+    rng = random.Random(seed)
+    for _ in range(100):
+        num_engines, num_tokens = rng.randrange(1, 33), rng.randrange(1, 4000)
+        policy = Moestro()
+        for _ in range(rng.randrange(5)):
+            policy.observe(Ended("r", 0, 0, rng.randrange(1, 10**9), rng.randrange(1, 300)))
+            newest = request(num_prompt_tokens=rng.randrange(1, 5000))
+            policy.observe(Routed(newest, rng.randrange(num_engines), 0, {}, 0))
+        hits = [rng.randrange(num_tokens + 1) for _ in range(num_engines)]
+        hosted = rng.choice([None, [rng.randrange(hit + 1) for hit in hits]])
+        new = request(num_prompt_tokens=num_tokens)
+        seen = view(drawn_table(rng, num_engines), hits, new, rng.choice([0, 5001 * MS]), host_tokens=hosted)
+        assert policy.scores_of_few(seen).tobytes() == policy.scores(seen).tobytes()
+        assert policy.decide(seen, Draws(0, 0)).scores.tobytes() == policy.scores(seen).tobytes()

@@ -25,7 +25,7 @@ from moestro.errors import ConfigError
 from moestro.routing.policies.load import least_loaded_score
 from moestro.routing.policy_contract import Choice, Needs, Routed, RouteEvent, RouteView
 from moestro.routing.registry import ROUTE_POLICIES
-from moestro.routing.scoring import Counts, Mask, Scores, batch_size, choose, p_tokens
+from moestro.routing.scoring import FEW_ENGINES, Counts, Mask, Scores, batch_size, choose, p_tokens
 
 _ALL = 0  # the only holder in the window's tree
 
@@ -66,7 +66,7 @@ class Alarm(NamedTuple):
 
     Attributes:
         num_blocks: blocks that the class shares; 0 means no tracked class.
-        holders: bool[n], M, the routable engines that hold these blocks.
+        holders: bool[n], M, the routable engines that hold these blocks. None without an alarm of the first phase.
         first: whether the first phase raises an alarm.
         is_lower: whether the lowest score on M is below the lowest elsewhere.
         second: whether the second phase raises an alarm.
@@ -76,12 +76,25 @@ class Alarm(NamedTuple):
     """
 
     num_blocks: int
-    holders: Mask
+    holders: Mask | None = None
     first: bool = False
     is_lower: bool = False
     second: bool = False
     class_share: float = 0.0
     holder_share: float = 0.0
+
+    def detail(self) -> dict[str, float]:
+        """Return the figures for the record of the decision; none without a tracked class."""
+        if not self.num_blocks:
+            return {}
+        return {
+            "class_blocks": self.num_blocks,
+            "first_alarm": self.first,
+            "is_lower": self.is_lower,
+            "second_alarm": self.second,
+            "class_share": self.class_share,
+            "holder_share": self.holder_share,
+        }
 
 
 class _Tracked:
@@ -113,14 +126,14 @@ class HotspotDetector:
         routable = view.engines.routable
         own = self.class_of(view.request.block_hashes)
         if own is None or own.block not in self._tracked:
-            return Alarm(0, np.zeros(len(routable), np.bool_))
-        holders = routable & (view.hit_tokens >= own.num_blocks * view.block_size)
-        num_holders = int(np.count_nonzero(holders))
-        num_others = int(np.count_nonzero(routable)) - num_holders
+            return Alarm(0)
+        num_shared = own.num_blocks * view.block_size
+        num_holders, num_others = _count_holders(view, num_shared)
         outside = len(self._window) - own.num_requests
         # x / (1 - x) > |M| / |others|, without a division by 0.
         first = num_holders > 0 and num_others > 0 and own.num_requests * num_others > num_holders * outside
-        is_lower = first and bool(scores[holders].min() < scores[routable & ~holders].min())
+        holders = routable & (view.hit_tokens >= num_shared) if first else None
+        is_lower = holders is not None and bool(scores[holders].min() < scores[routable & ~holders].min())
         second = is_lower and self._tracked[own.block].streak + 1 > 2 * num_holders
         class_share = own.num_requests / len(self._window)
         return Alarm(
@@ -185,6 +198,18 @@ class HotspotDetector:
                 self._tree.drop(_ALL, last)
 
 
+def _count_holders(view: RouteView, num_tokens: int) -> tuple[int, int]:
+    """Return how many routable engines have so many tokens of the prompt in their caches, and how many have not."""
+    routable, hits = view.engines.routable, view.hit_tokens
+    if len(hits) <= FEW_ENGINES:
+        has = [
+            hit >= num_tokens for hit, is_routable in zip(hits.tolist(), routable.tolist(), strict=True) if is_routable
+        ]
+        return (num := sum(has)), len(has) - num
+    num = int(np.count_nonzero(routable & (hits >= num_tokens)))
+    return num, int(np.count_nonzero(routable)) - num
+
+
 def _block(hashes: bytes, depth: int) -> bytes:
     """Return the hash of the block at `depth`, counted from 1."""
     return hashes[(depth - 1) * HASH_BYTES : depth * HASH_BYTES]
@@ -199,7 +224,21 @@ def lmetric_score(view: RouteView) -> Scores:
 
     Source: LMetric, Fig. 17 (b); the added 1 is the request itself, as in the authors' `lmetric.rs`.
     """
-    return p_tokens(view) * (batch_size(view) + 1)
+    engines = view.engines
+    if len(engines) > FEW_ENGINES or any(engines.num_foreign.tolist()):
+        return p_tokens(view) * (batch_size(view) + 1)
+    num_known = view.request.num_known_tokens
+    rows = zip(
+        engines.prefill_tokens.tolist(),
+        engines.reported_prefill_tokens.tolist(),
+        view.hit_tokens.tolist(),
+        engines.num_in_flight.tolist(),
+        strict=True,
+    )
+    scores = [
+        ((own if own < reported else reported) + (num_known - hit)) * (batch + 1) for own, reported, hit, batch in rows
+    ]
+    return np.array(scores, np.float64)
 
 
 @ROUTE_POLICIES.register(
@@ -245,29 +284,22 @@ class LMetric:
         if self._detector is None:
             return choose(view, scores, draws, "P-token * batch")
         alarm = self._detector.look(view, scores)
+        detail = alarm.detail()
         if not alarm.second:
-            choice = choose(view, scores, draws, "P-token * batch")
-        elif self.hotspots == "filter":
-            choice = choose(view, scores, draws, "hotspot left out; P-token * batch", ~alarm.holders)
-        else:
-            choice = choose(view, least_loaded_score(view), draws, "hotspot; smallest batch")
-        if not alarm.num_blocks:
-            return choice
-        detail = {
-            "class_blocks": alarm.num_blocks,
-            "first_alarm": alarm.first,
-            "is_lower": alarm.is_lower,
-            "second_alarm": alarm.second,
-            "class_share": alarm.class_share,
-            "holder_share": alarm.holder_share,
-        }
-        return Choice(choice.engine, choice.score, choice.reason, choice.scores, detail)
+            return choose(view, scores, draws, "P-token * batch", detail=detail)
+        if self.hotspots == "filter":
+            assert alarm.holders is not None, "the second phase follows the first"
+            return choose(view, scores, draws, "hotspot left out; P-token * batch", ~alarm.holders, detail)
+        return choose(view, least_loaded_score(view), draws, "hotspot; smallest batch", detail=detail)
 
     def observe(self, event: RouteEvent) -> None:
         """Update the detector's window and streaks, and count alarms."""
         if self._detector is None or not isinstance(event, Routed):
             return
         detail = event.detail
+        if not detail:
+            self._detector.note(event, 0, is_lower=False)
+            return
         self.num_alarms[0] += int(detail.get("first_alarm", 0))
         self.num_alarms[1] += int(detail.get("second_alarm", 0))
         self._detector.note(event, int(detail.get("class_blocks", 0)), is_lower=bool(detail.get("is_lower", 0)))

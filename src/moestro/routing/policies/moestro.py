@@ -23,7 +23,10 @@ full hit on an engine with an empty queue costs nothing, whatever its batch.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 
@@ -41,6 +44,7 @@ from moestro.routing.policy_contract import (
 )
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.scoring import (
+    FEW_ENGINES,
     Counts,
     Mask,
     Scores,
@@ -122,6 +126,13 @@ class Moestro:
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """Choose the lowest score."""
         engines = view.engines
+        is_plain = len(engines) <= FEW_ENGINES and engines.group is None and not any(engines.num_foreign.tolist())
+        scores = self.scores_of_few(view) if is_plain else self.scores(view)
+        return choose(view, scores, draws, "delay in prompt tokens")
+
+    def scores(self, view: RouteView) -> Scores:
+        """Return the score of each engine, float64[n]."""
+        engines = view.engines
         load, waiting = engines.num_in_flight, engines.num_prefilling
         num_waiting = column_sum(waiting)
         constants = self._constants
@@ -147,7 +158,48 @@ class Moestro:
         scores: Scores = delays + answers
         if np.count_nonzero(fresh(view, engines.expert_pressure)):
             scores *= expert_pressure(view)
-        return choose(view, scores, draws, "delay in prompt tokens")
+        return scores
+
+    def scores_of_few(self, view: RouteView) -> Scores:
+        """Return `scores` to the bit, for few engines without groups and foreign requests, in less time."""
+        engines, constants, oldest_ns = view.engines, self._constants, view.now_ns - view.fresh_ns
+        load, waiting = engines.num_in_flight.tolist(), engines.num_prefilling.tolist()
+        num_waiting = sum(waiting)
+        weight = max(constants.least_weight, (sum(load) - num_waiting + 1) / (num_waiting + 1))
+        answer = self._answer_tokens.value or constants.first_answer_tokens
+        num_known, decode_weight = view.request.num_known_tokens, constants.decode_weight * answer
+        # What is missing counts as 0 or 1, which changes no bit of a sum or a product.
+        free: Iterable[float] = repeat(math.inf)
+        pressures: Iterable[float] = repeat(1.0)
+        copied = repeat(0.0) if view.host_tokens is None else (view.host_tokens * engines.copy_price).tolist()
+        speeds = engines.speed.tolist() if engines.has_speeds else repeat(1.0)
+        decode_speeds = engines.decode_speed.tolist() if engines.has_speeds else repeat(1.0)
+        times = engines.kv_usage.as_of_ns.tolist()
+        if max(times) >= oldest_ns:
+            used = zip(times, engines.kv_usage.values.tolist(), engines.num_kv_tokens.tolist(), strict=True)
+            free = [(1 - usage) * capacity if time >= oldest_ns else math.inf for time, usage, capacity in used]
+        if max(engines.expert_pressure.as_of_ns.tolist()) >= oldest_ns:
+            pressures = expert_pressure(view).tolist()
+        work = self._work.tolist() + [0.0] * (len(load) - len(self._work))
+        per_work = len(load) / self._work_in_all if self._work_in_all > 0 else 1.0
+        columns = (
+            load,
+            waiting,
+            work,
+            engines.prefill_tokens.tolist(),
+            engines.reported_prefill_tokens.tolist(),
+            view.hit_tokens.tolist(),
+        )
+        scores = []
+        for num, waits, done, own, reported, hit, room, copies, speed, decode_speed, pressure in zip(
+            *columns, free, copied, speeds, decode_speeds, pressures, strict=False
+        ):
+            new, batch = max(num_known - hit, 1), num + done * per_work
+            missing = new + answer - room
+            ahead = (own if own < reported else reported) + (missing if missing > 0 else 0.0) + new + copies
+            delay = weight * (ahead + new * waits) + new * (batch - waits)
+            scores.append((delay / speed + decode_weight * batch / decode_speed) * pressure)
+        return np.array(scores, np.float64)
 
     def observe(self, event: RouteEvent) -> None:
         """Count the work of routed requests, and the lengths and durations of answers."""
