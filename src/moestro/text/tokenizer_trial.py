@@ -23,6 +23,7 @@ from tokenizers import Tokenizer as Backend
 
 from moestro.errors import ConfigError
 from moestro.files.checkpoint import MAX_TOKENIZER_BYTES, read_bytes
+from moestro.text.chats.chat_template import address_space_bytes
 
 CPU_LIMIT_S = 10  # of loading and trying; the largest published tokenizers take 2 s
 WALL_LIMIT_S = 60.0  # the same on a machine that is busy
@@ -85,7 +86,7 @@ def _growth(part: object) -> float:
 def _try_in_child(load: Callable[[], Backend]) -> str:
     """Return why the tokenizer is refused; empty if it is not."""
     reading, writing = os.pipe()
-    memory_bytes = _own_memory_bytes() + MEMORY_LIMIT_BYTES
+    memory_bytes = address_space_bytes() + MEMORY_LIMIT_BYTES
     pid = os.fork()
     if pid == 0:
         try:
@@ -133,11 +134,6 @@ def _limit(memory_bytes: int, kept: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
-
-
-def _own_memory_bytes() -> int:
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[0]) * resource.getpagesize() if statm.exists() else 0
 
 
 def _try(backend: Backend) -> str:
