@@ -193,7 +193,7 @@ def test_a_stream_that_ends_every_engine_at_one_token_ends_two_at_most(start):
     ids=["preemptive", "paced", "paced demo, preemptive"],
 )
 def test_preemptive_and_paced_engines_resume_as_well(flags, tmp_path):
-    length = {"max_tokens": 200 if "none" in flags else 110}  # of steps that take less time
+    length = {"max_tokens": 200 if "none" in flags else 60}  # of steps that take less time
     bodies = [
         stream("def f(x):", **length),
         stream("x = [", **SAMPLED, service_class="be", **length),

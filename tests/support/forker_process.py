@@ -113,6 +113,8 @@ def _load(command: Sequence[str]) -> None:
     has_networks = _serves(command) and command[0] == _MOESTRO and "none" not in command
     for name in (*_SERVERS, *_CHILDREN, *(_NETWORKS if has_networks else ())):
         importlib.import_module(name)
+    if has_networks:
+        sys.modules["moestro.model.load"].load_ahead()
     _fork_children()
     gc.freeze()
 
