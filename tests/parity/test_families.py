@@ -30,8 +30,7 @@ def difference(network, oracle, name: str = "", seed: int = 0) -> drive.Differen
 
 @pytest.fixture(scope="session")
 def oracles(checkpoint):
-    loaded: dict = {}
-    return lambda name: loaded.setdefault(name, tiny.load_oracle(checkpoint(name)))
+    return lambda name: tiny.load_oracle(checkpoint(name))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -7,6 +7,7 @@ network of this size hardly notices when all of its experts are missing.
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -213,8 +214,11 @@ def load_settings(settings: ModelSettings) -> Network:
     return load_network(settings, read_config(settings))[0]
 
 
+@lru_cache(maxsize=64)
 def load_oracle(directory: Path, dtype: torch.dtype = torch.float32, attention: str = "eager"):
-    """The checkpoint on transformers' own functions."""
-    return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, attn_implementation=attention, experts_implementation="eager"
-    ).eval()
+    """The checkpoint on transformers' own functions; tests share it and change nothing of it."""
+    with torch.inference_mode(mode=False):  # other tests may read it in another mode
+        oracle = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation=attention, experts_implementation="eager"
+        )
+    return oracle.eval().requires_grad_(requires_grad=False)

@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 from parity import tiny
 from support.expert_counts import ask_for_counts
+from support.fake_rank import FAKE_STEP_S
 from support.interrupted_answers import (
     EXACT,
     NEAR_TIES,
     SCORED,
+    STEP_S,
     TEXT,
     WHOLE,
     SentRequests,
@@ -179,7 +181,8 @@ def test_the_log_names_the_engine_that_was_lost(spread):
 
 
 @pytest.fixture
-def start(fake_command, tmp_path):
+def start(fake_command, tmp_path, monkeypatch):
+    monkeypatch.setenv(FAKE_STEP_S, str(STEP_S))
     servers: list[Running] = []
 
     def start(*flags: str) -> Running:
@@ -206,7 +209,7 @@ def start(fake_command, tmp_path):
 def test_engines_of_a_group_restart_together_and_share_the_requests_that_they_lost(start):
     server = start(*EXACT)
     processes = server.ranks()
-    long = {"max_tokens": 1000}  # 2 s, so that none ends before the kill
+    long = {"max_tokens": 200}  # 2 s, so that none ends before the kill
     bodies = stream(TEXT, **long), stream(TEXT, **long, stop=["never"]), completion(TEXT, **long)
     expected, found = disturbed(server, *bodies)
     assert found == expected

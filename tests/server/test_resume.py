@@ -6,13 +6,14 @@ import random
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.fake_rank import CRASH
+from support.fake_rank import CRASH, FAKE_STEP_S
 from support.interrupted_answers import (
     EXACT,
     LENGTH,
     NEAR_TIES,
     SAMPLED,
     SCORED,
+    STEP_S,
     TEXT,
     WHOLE,
     SentRequests,
@@ -76,8 +77,9 @@ def test_answers_are_the_same_to_the_byte_whichever_engine_is_killed_and_when(ex
 
 
 @pytest.fixture
-def start(fake_command, tmp_path) -> Iterator[Callable[..., Running]]:
+def start(fake_command, tmp_path, monkeypatch) -> Iterator[Callable[..., Running]]:
     """Starts a server with two engines, which take requests in turn."""
+    monkeypatch.setenv(FAKE_STEP_S, str(STEP_S))
     servers: list[Running] = []
 
     def start(*flags: str, engines: int = 2) -> Running:
@@ -146,7 +148,7 @@ def test_streams_of_several_choices_or_with_log_probabilities_end_with_an_error(
 
 def test_a_stream_outlives_both_engines_if_it_got_on_in_between(start):
     server = start(*EXACT)
-    bodies = [stream(TEXT, max_tokens=600), completion(TEXT, max_tokens=600)] * 2
+    bodies = [stream(TEXT), completion(TEXT)] * 2
     expected = SentRequests(server, bodies).answers()
     sent = SentRequests(server, bodies)
     tokens_come(server)
@@ -191,7 +193,7 @@ def test_a_stream_that_ends_every_engine_at_one_token_ends_two_at_most(start):
     ids=["preemptive", "paced", "paced demo, preemptive"],
 )
 def test_preemptive_and_paced_engines_resume_as_well(flags, tmp_path):
-    length = {"max_tokens": 200 if "none" in flags else 110}  # of steps that take less time
+    length = {"max_tokens": 200 if "none" in flags else 60}  # of steps that take less time
     bodies = [
         stream("def f(x):", **length),
         stream("x = [", **SAMPLED, service_class="be", **length),

@@ -6,6 +6,7 @@ files that take longest, which begin first. A room above its budget is a warning
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tomllib
 from collections import Counter
@@ -59,15 +60,27 @@ def tree_s(pid: int, without: Collection[int] = ()) -> float:
     """
     total, left = 0, [pid]
     while left:
-        directory = _PROCESSES / str(left.pop())
+        process = left.pop()
         try:
-            fields = (directory / "stat").read_text().rpartition(") ")[2].split()
-            children = [(task / "children").read_text().split() for task in (directory / "task").iterdir()]
+            fields = (_PROCESSES / str(process) / "stat").read_text().rpartition(") ")[2].split()
         except OSError:  # it has ended meanwhile
             continue
         total += sum(map(int, fields[11:15]))
-        left += [child for each in children for child in map(int, each) if child not in without]
+        left += [child for child in children_of(process) if child not in without]
     return total / _TICKS
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that a process has started and that have not ended; none of one that has ended.
+
+    psutil reads the state of every process of the machine for it.
+    """
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in (_PROCESSES / str(pid) / "task").iterdir():
+            with contextlib.suppress(OSError):  # the thread has ended
+                found += map(int, (thread / "children").read_text().split())
+    return found
 
 
 def room_of(file: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,6 +90,7 @@ def _load(task: Task) -> Network:
 
 
 def _run_worker(place: GroupPlace, store: str, tasks: list[Task], pipe) -> None:
+    gc.freeze()  # each network that is cut collects garbage, also among the libraries' objects
     torch.set_num_threads(1)
     exchange = GroupExchange(place, distributed.FileStore(store, place.num_workers), torch.device("cpu"))
     done = []

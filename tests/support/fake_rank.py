@@ -1,4 +1,4 @@
-"""A rank without a network, over the real wire: it repeats the prompt, token by token, 2 ms a step.
+"""A rank without a network, over the real wire: it repeats the prompt, token by token, 2 ms a step or FAKE_STEP_S.
 
 A request's `priority` can ask for trouble: see `FakeRank`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import itertools
+import os
 import sys
 import time
 
@@ -25,6 +26,7 @@ REFUSE, CRASH, FAIL_ONE = 98, 99, 97  # at once; after 3 tokens, the process; af
 # Before the first token: the process ends; the main loop stands still; a step takes 2.2 s; nothing is computed.
 CRASH_AT_ONCE, HANG, SLOW, STUCK = 96, 95, 94, 93
 BABBLE = 92  # sends what is no message
+FAKE_STEP_S = "FAKE_STEP_S"  # variable of the environment: duration of a step in seconds
 INFO = ModelInfo(
     model_id="fake",
     max_model_len=4096,
@@ -47,6 +49,7 @@ class FakeRank:
 
     def __init__(self, limits: SchedulerOptions = SchedulerOptions()) -> None:  # noqa: B008
         self.limits = limits
+        self.step_s = float(os.environ.get(FAKE_STEP_S, "0.002"))
         self.requests: dict[str, tuple[Request, int]] = {}
         self.num_queried = 0
         self.num_steps = 0
@@ -96,7 +99,7 @@ class FakeRank:
         """Nothing: `outputs` does it all."""
 
     def outputs(self, now_ns: int, is_wanted=None) -> NewOutputs:
-        time.sleep(0.002 if self.requests else 0)
+        time.sleep(self.step_s if self.requests else 0)
         running = list(itertools.islice(self.requests.values(), self.num_running))
         self.num_steps += bool(running)
         for request, _ in running:

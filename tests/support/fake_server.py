@@ -6,19 +6,20 @@ import os
 import sys
 from pathlib import Path
 
-import moestro.server.processes.watchdog
-import moestro.server.server
 from moestro.cli import main
 from moestro.core.clock import NS_PER_S
+from moestro.server import server
+from moestro.server.processes import watchdog
 
 STOPPED_S = "FAKE_STOPPED_S"  # variable of the environment: seconds until a stopped engine is replaced
 
 if __name__ == "__main__":
-    real = moestro.server.server.serve
+    from replaced import replace_names
+
+    real = server.serve
     command = (sys.executable, str(Path(__file__).with_name("fake_rank.py")))
-    moestro.server.server.serve = lambda settings: real(settings, command)
-    moestro.server.processes.watchdog.FIRST_DELAY_S = 0.02
-    moestro.server.processes.watchdog.STEADY_S = 0.0
+    replace_names(server, serve=lambda settings: real(settings, command))
+    replace_names(watchdog, FIRST_DELAY_S=0.02, STEADY_S=0.0)
     if STOPPED_S in os.environ:
-        moestro.server.processes.watchdog.STOPPED_NS = int(os.environ[STOPPED_S]) * NS_PER_S
+        replace_names(watchdog, STOPPED_NS=int(os.environ[STOPPED_S]) * NS_PER_S)
     main(["serve", *sys.argv[1:]])

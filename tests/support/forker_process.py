@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
 import os
 import runpy
+import select
 import selectors
+import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from moestro.config.linux_process import die_with_parent
@@ -25,6 +30,7 @@ Program = Callable[[], NoReturn]
 
 _PYTHON, _MOESTRO = sys.executable, str(Path(sys.executable).with_name("moestro"))
 _SERVERS = ("moestro.cli", "moestro.server.server", "moestro.gateway.server", "moestro.worker.paced_worker")
+_CHILDREN = ("moestro.text.chats.template_worker", "moestro.grammar.host_process")  # of servers and ranks
 _NETWORKS = ("moestro.worker.network_rank", "moestro.worker.worker")
 # Variables that libraries read when they are loaded. A program that needs other values runs in a process of its own.
 _READ_ON_IMPORT = ("CUDA", "HF_", "LD_", "MKL", "OMP_", "PATH", "PYTHON", "RAY", "TORCH", "TRANSFORMERS", "TRITON")
@@ -105,9 +111,18 @@ def _serves(command: Sequence[str]) -> bool:
 def _load(command: Sequence[str]) -> None:
     """Load the libraries that a program and its ranks need, unless they are loaded."""
     has_networks = _serves(command) and command[0] == _MOESTRO and "none" not in command
-    for name in (*_SERVERS, *(_NETWORKS if has_networks else ())):
+    for name in (*_SERVERS, *_CHILDREN, *(_NETWORKS if has_networks else ())):
         importlib.import_module(name)
+    if has_networks:
+        sys.modules["moestro.model.load"].load_ahead()
+    _fork_children()
     gc.freeze()
+
+
+def _fork_children() -> None:
+    """Let servers and ranks fork their child processes; each would import libraries for a quarter of a second."""
+    for name in ("moestro.text.chats.chat_template", "moestro.grammar.host"):
+        replace_names(sys.modules[name], subprocess=SimpleNamespace(**vars(subprocess) | {"Popen": _started}))
 
 
 # --- in a fork
@@ -153,6 +168,107 @@ def _run(command: Sequence[str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status if isinstance(status, int) else int(status is not None))
+
+
+def _started(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes] | ForkedChild:
+    """Start a process as `subprocess.Popen` does; one that runs a module of `_CHILDREN` is a fork of this process."""
+    python, *words = command
+    if (python, words[0]) != (_PYTHON, "-m") or words[1] not in _CHILDREN:
+        return subprocess.Popen(command, **options)
+    return ForkedChild(words[1], **options)
+
+
+class ForkedChild:
+    """A fork of this process that runs a module; has the methods of `subprocess.Popen` that the product uses."""
+
+    def __init__(
+        self, module: str, *, stdin: int, stdout: int | None = None, start_new_session: bool, bufsize: int = 0
+    ) -> None:
+        assert bufsize == 0
+        self.returncode: int | None = None
+        self._turn = threading.Lock()
+        read, write = os.pipe() if stdin == subprocess.PIPE else (os.dup(stdin), None)
+        answers, answer = os.pipe() if stdout == subprocess.PIPE else (None, os.dup(1))
+        if (pid := os.fork()) == 0:
+            _run_child(module, (read, answer), start_new_session=start_new_session)
+        self.pid = pid
+        os.close(read)
+        os.close(answer)
+        self.stdin = None if write is None else os.fdopen(write, "wb", 0)
+        self.stdout = None if answers is None else os.fdopen(answers, "rb", 0)
+
+    def __enter__(self) -> ForkedChild:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in (self.stdin, self.stdout):
+            if stream is not None:
+                stream.close()
+        self.wait()
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError), _pidfd_of(self.pid) as pidfd:
+                ends = select.poll()
+                ends.register(pidfd, select.POLLIN)
+                if not ends.poll(None if timeout is None else timeout * 1000):
+                    raise subprocess.TimeoutExpired("", timeout or 0)
+            with self._turn:
+                if self.returncode is None:
+                    _, status = os.waitpid(self.pid, 0)
+                    self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _pidfd_of(pid: int) -> Iterator[int]:
+    """Give a descriptor that is readable once a process has ended."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)
+
+
+def _run_child(module: str, streams: Sequence[int], *, start_new_session: bool) -> NoReturn:
+    """Become a process that runs a module: without descriptors, signals and names of the one that it is a fork of."""
+    try:
+        _rename(module)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        for target, source in enumerate(streams):
+            os.dup2(source, target)
+        os.closerange(3, 1 << 16)
+        if start_new_session:
+            os.setsid()
+        gc.freeze()
+        with contextlib.suppress(BrokenPipeError):
+            sys.modules[module].main()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _rename(module: str) -> None:
+    """Show a module as the command of this process, which may have been renamed before."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = (int(fields[number - 2]) for number in (47, 48))  # arg_start and arg_end of proc(5)
+    title = f"{_PYTHON} -m {module}".encode()[: end - start - 2]
+    # Where the last byte is not 0, the kernel shows all up to the first 0.
+    ctypes.memmove(start, title.ljust(end - start - 1, b"\0") + b".", end - start)
+    Path("/proc/self/comm").write_text("python")
 
 
 def _fork_ranks_too() -> None:
@@ -202,10 +318,12 @@ def _replace_launcher(pid: int, control: socket.socket) -> None:
             process = ForkedProcess(pid, os.dup(control.fileno()), "", None)
             self._standby._add(launchers._Template(process, control, is_loaded=False))
 
-    launchers._FORK_S = _FORK_S
-    launch_specs.LocalLauncher = ForkingLauncher
+    replace_names(launchers, _FORK_S=_FORK_S)
+    replace_names(launch_specs, LocalLauncher=ForkingLauncher)
 
 
 if __name__ == "__main__":
+    from replaced import replace_names
+
     sys.path.pop(0)  # tests/support
     main()()

@@ -17,11 +17,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import moestro.gateway.server
-import moestro.server.processes.watchdog
-import moestro.server.server
-import moestro.web.ports.lifecycle
+from replaced import replace_names
+
 from moestro.cli import main
+from moestro.gateway import server as gateway_server
+from moestro.server import server
+from moestro.server.processes import watchdog
+from moestro.web.ports import lifecycle
 
 
 def spin(*_: object) -> None:
@@ -64,20 +66,20 @@ def hang(what: str) -> None:
 
 if __name__ == "__main__":
     _, what, *arguments = sys.argv
-    moestro.web.ports.lifecycle.EXIT_S, moestro.web.ports.lifecycle._ALARM_S = 1.0, 0.5
-    moestro.server.processes.watchdog.FIRST_DELAY_S = 0.02
-    for server in (moestro.server.server._ServeProcess, moestro.gateway.server._RouteServer):
+    replace_names(lifecycle, EXIT_S=1.0, _ALARM_S=0.5)
+    replace_names(watchdog, FIRST_DELAY_S=0.02)
+    for process in (server._ServeProcess, gateway_server._RouteServer):
 
-        def announce(self, *given, real=server._announce):
+        def announce(self, *given, real=process._announce):
             real(self, *given)
             hang(what)
 
-        server._announce = announce
-    real = moestro.server.server.serve
+        replace_names(process, _announce=announce)
+    real = server.serve
     command = (sys.executable, str(Path(__file__).with_name("fake_rank.py")))
-    moestro.server.server.serve = lambda settings: real(settings, command)
+    replace_names(server, serve=lambda settings: real(settings, command))
     if what == "tokenizer":
-        moestro.server.server.Tokenizer = spin
+        replace_names(server, Tokenizer=spin)
     elif what == "native":
-        moestro.server.server.Tokenizer = hold_natively
+        replace_names(server, Tokenizer=hold_natively)
     main(arguments)

@@ -9,10 +9,12 @@ _WORKER = "as-worker"
 
 
 def _serve() -> int:
+    from support.replaced import replace_names  # noqa: PLC0415
+
     from moestro.cli import main  # noqa: PLC0415
     from moestro.server.processes import launch_specs  # noqa: PLC0415
 
-    launch_specs.WORKER = (sys.executable, __file__, _WORKER)
+    replace_names(launch_specs, WORKER=(sys.executable, __file__, _WORKER))
     return main()
 
 

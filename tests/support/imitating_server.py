@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import moestro.server.server
+from replaced import replace_names
+
 from moestro.cli import main
+from moestro.server import server
 
 COMMAND = (sys.executable, str(Path(__file__)))
 
 if __name__ == "__main__":
-    real = moestro.server.server.serve
+    real = server.serve
     rank = (sys.executable, str(Path(__file__).with_name("imitated_rank.py")))
-    moestro.server.server.serve = lambda settings: real(settings, rank)
+    replace_names(server, serve=lambda settings: real(settings, rank))
     main(["serve", "--device", "cuda", *sys.argv[1:]])

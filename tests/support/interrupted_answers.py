@@ -60,7 +60,8 @@ def bare(body: bytes) -> bytes:
     return re.sub(rb'"(id|created)":("[^"]*"|\d+),?', b"", body)
 
 
-LENGTH = 800  # tokens: a fake rank takes 1.6 s, so that an answer lasts until its engine is killed
+STEP_S = 0.01  # of a fake rank whose answers are interrupted
+LENGTH = 160  # tokens: such a rank takes 1.6 s, so that an answer lasts until its engine is killed
 
 
 def completion(prompt: str, **fields: object) -> tuple[str, dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+from support.replaced import replace_names
 
 from moestro.core.stages import HOP_RECORD, REPLY, Hop, HopMessage
 from moestro.model.channels import TensorChannels
@@ -57,6 +58,11 @@ def reply(seq: int, width: int) -> HopMessage:
     return HopMessage(hop, np.zeros(1, HOP_RECORD), np.full((1, width), seq, np.uint8))
 
 
+def _count_tensor(links: TwoPhaseLinks, worker: int, _tensor: object) -> None:
+    """Count a tensor as sent, and send none."""
+    links._peers[worker].num_sent += 1
+
+
 def run_peer(directory: str, launch: int, width: int, has_announced, *, sends_tensors: bool) -> None:
     """Be the worker with experts: open a channel, send one small reply whole, then announce large ones until killed.
 
@@ -73,9 +79,7 @@ def run_peer(directory: str, launch: int, width: int, has_announced, *, sends_te
         links.receive(0)
         time.sleep(0.02)
     if not sends_tensors:
-        TwoPhaseLinks.send_tensor = lambda self, worker, tensor: setattr(
-            self._peers[worker], "num_sent", self._peers[worker].num_sent + 1
-        )
+        replace_names(TwoPhaseLinks, send_tensor=_count_tensor)
     while True:
         links.send(reply(seq, width), 0)
         seq += 1

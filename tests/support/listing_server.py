@@ -36,7 +36,9 @@ def _listing(runner: Any) -> Any:
 
 
 if __name__ == "__main__":
-    HttpMiddleware.runner = _listing(HttpMiddleware.runner)
+    from replaced import replace_names
+
+    replace_names(HttpMiddleware, runner=_listing(HttpMiddleware.runner))
     if sys.argv[1] == "route":
         known = Routes()
         paths = [*known._exact.items(), *((f"{tree}x", route) for tree, route in known._trees)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import queue
 import time
 from collections.abc import Iterator
@@ -122,6 +123,7 @@ class _QueueChannel:
 
 
 def _run(rank: int, checkpoints: list[Path], directory: Path, inbox: Any, outbox: Any) -> None:
+    gc.freeze()  # each network that is cut collects garbage, also among the libraries' objects
     torch.set_num_threads(1)
     place = GroupPlace(worker=rank, num_workers=len(PROMPTS), timeout_s=_WAIT_S)
     channel = _QueueChannel(rank, inbox, outbox)

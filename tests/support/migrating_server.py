@@ -7,6 +7,7 @@ import sys
 import msgspec
 import numpy as np
 from aiohttp import web
+from replaced import replace_names
 
 from moestro.cli import main
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
@@ -44,5 +45,5 @@ def routes(self: WorkerAdmin) -> list[web.RouteDef]:
 
 
 if __name__ == "__main__":
-    WorkerAdmin.routes = routes
+    replace_names(WorkerAdmin, routes=routes)
     main(sys.argv[1:])

@@ -10,11 +10,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.moving_tables import random_target
+from support.replaced import replace_names
 
-import moestro.server.processes.cluster
 from moestro.cli import main
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.placement.live.ep_migration import EpMigration
+from moestro.server.processes import cluster
 from moestro.wire.messages import FromRank
 
 MAX_BYTES_PER_STEP = 1  # one expert, so that a layer takes several steps
@@ -39,5 +40,5 @@ class RestlessMigration(EpMigration):
 
 
 if __name__ == "__main__":
-    moestro.server.processes.cluster.EpMigration = RestlessMigration
+    replace_names(cluster, EpMigration=RestlessMigration)
     main(sys.argv[1:])

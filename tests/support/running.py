@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from support.cpu_seconds import children_of
 from support.forker import ForkedProgram
 
 from moestro.config.launch_spec import STANDBY
@@ -78,8 +79,14 @@ class Running:
         return host, int(port)
 
     def processes(self) -> list[psutil.Process]:
-        """All that it has started."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+        """All that it has started and their children, which run."""
+        found, left = [], [self.process.pid]
+        while left:
+            for child in sorted(children_of(left.pop())):
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                    found.append(psutil.Process(child))
+                    left.append(child)
+        return found
 
     def renderers(self) -> list[psutil.Process]:
         """Those that render chat templates."""
@@ -213,12 +220,14 @@ def metrics(server: Running) -> dict[str, float]:
 
 def wait_until(condition: Callable[[], Any]) -> Any:
     """Wait until a condition holds, and return its value."""
-    began = time.monotonic()
+    began = called = time.monotonic()
     while not (found := condition()):
-        waited_s = time.monotonic() - began
-        assert waited_s < PATIENCE_S, "waited in vain"
-        # A condition is often a request to a server, and each takes milliseconds of both processes.
-        time.sleep(0.01 if waited_s < 1 else 0.05)
+        now = time.monotonic()
+        assert now - began < PATIENCE_S, "waited in vain"
+        # A condition is often a request to a server, which takes milliseconds of both processes: calls take a third of
+        # the time at most.
+        time.sleep(max(0.01 if now - began < 1 else 0.05, 2 * (now - called)))
+        called = time.monotonic()
     return found
 
 

@@ -16,12 +16,13 @@ RENDERER = "moestro.text.chats.template_worker"  # by which tests know such a pr
 LIMIT_S = TIME_LIMIT_S / 2
 
 if __name__ == "__main__":
+    from replaced import replace_names
+
     if RENDERER in sys.argv:
         from moestro.text.chats import template_worker
 
-        template_worker.TIME_LIMIT_S = LIMIT_S
+        replace_names(template_worker, TIME_LIMIT_S=LIMIT_S)
         template_worker.main()
     else:
-        chat_template.TIME_LIMIT_S = LIMIT_S
-        chat_template._COMMAND = (sys.executable, __file__, RENDERER)
+        replace_names(chat_template, TIME_LIMIT_S=LIMIT_S, _COMMAND=(sys.executable, __file__, RENDERER))
         runpy.run_path(str(Path(__file__).with_name("fake_server.py")), run_name="__main__")

@@ -35,7 +35,7 @@ from moestro.grammar.host import (
     ProcessBounds,
     VocabularyMessage,
 )
-from moestro.text.chats.chat_template import read_message, write_message
+from moestro.text.chats.chat_template import address_space_bytes, read_message, write_message
 
 # Computes masks in a forked process, one after the other, for the rank at the other end of a socket.
 
@@ -243,8 +243,7 @@ def _bound(bounds: ProcessBounds) -> None:
     """Let the kernel hold the bounds, and no library write a client's bytes into the log."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the timer ends the process, whatever it is doing
-    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
-    most = pages * resource.getpagesize() + bounds.memory_bytes
+    most = address_space_bytes() + bounds.memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(bounds.niceness)

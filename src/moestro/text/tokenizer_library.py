@@ -30,6 +30,7 @@ from tokenizers.decoders import DecodeStream
 from moestro.core.processes import as_exception, cause_of
 from moestro.errors import ConfigError, RequestError
 from moestro.files.checkpoint import MAX_TOKENIZER_BYTES, read_bytes
+from moestro.text.chats.chat_template import address_space_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -284,7 +285,7 @@ def _growth(part: object) -> float:
 def _try_in_child(load: Callable[[], Backend]) -> str:
     """Return why the tokenizer is refused; empty if it is not."""
     reading, writing = os.pipe()
-    memory_bytes = _own_memory_bytes() + MEMORY_LIMIT_BYTES
+    memory_bytes = address_space_bytes() + MEMORY_LIMIT_BYTES
     pid = os.fork()
     if pid == 0:
         try:
@@ -332,11 +333,6 @@ def _limit(memory_bytes: int, kept: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
-
-
-def _own_memory_bytes() -> int:
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[0]) * resource.getpagesize() if statm.exists() else 0
 
 
 def _try(backend: Backend) -> str:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -110,7 +112,7 @@ def template_variables(effort: str | None, given: dict[str, Any], defaults: dict
 # Messages between the API server and the processes that render chat templates, and the limits of a rendering.
 
 TIME_LIMIT_S = 5.0  # for one rendering; an ordinary chat takes less than a millisecond
-MEMORY_LIMIT_BYTES = 1 << 30  # address space of a rendering process; an idle one has some 150 MB
+MEMORY_LIMIT_BYTES = 1 << 30  # address space of a rendering process beyond that of an idle one
 TEXT_LIMIT_BYTES = 64 << 20  # for a rendered chat; twice the largest body of a request
 _LENGTH_BYTES = 4  # before each message, big-endian
 
@@ -145,6 +147,12 @@ class LimitExceeded(msgspec.Struct, frozen=True, tag=True):
 
 
 RenderAnswer = Rendered | TemplateRefused | LimitExceeded
+
+
+def address_space_bytes() -> int:
+    """Return the address space of this process, on which limits of children and later work are based; 0 if unknown."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[0]) * resource.getpagesize() if statm.exists() else 0
 
 
 def read_message(file: int) -> bytes | None:

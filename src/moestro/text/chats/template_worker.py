@@ -20,6 +20,7 @@ from moestro.text.chats.chat_template import (
     Rendered,
     RenderJob,
     TemplateRefused,
+    address_space_bytes,
     read_message,
     write_message,
 )
@@ -38,7 +39,8 @@ _decode_job = msgspec.json.Decoder(RenderJob).decode
 def main() -> None:
     """Render until stdin ends, which happens when the parent process ends."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the alarm ends the process, whatever it is doing
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+    most = address_space_bytes() + MEMORY_LIMIT_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while (body := read_message(0)) is not None:
         signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_S)
