@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 from moestro.core.request import Request
 from moestro.errors import RequestError
@@ -500,9 +500,3 @@ def _hanging() -> GenerationError:
     error = GenerationError(text, code="upstream_unavailable")
     error.http_status, error.retry_after_s = 503, 1
     return error
-
-
-def peer_address(peer: Any) -> str:
-    """Return the IP address in the name that gRPC gives to a peer, such as `ipv4:10.0.0.1:40000`."""
-    kind, _, rest = str(peer).partition(":")
-    return rest.rpartition(":")[0].strip("[]").replace("%5B", "").replace("%5D", "") if kind in ("ipv4", "ipv6") else ""
