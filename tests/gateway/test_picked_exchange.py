@@ -21,7 +21,7 @@ from endpoint_picker.pickers import FULL_DUPLEX, SERVED, http_headers, metadata_
 
 from moestro.gateway.picker import ext_proc_pb2
 from moestro.gateway.picker.exchange import MessageOrderError, PickedExchange, PickerContext
-from moestro.gateway.picker.ext_proc_pb2 import HttpBody, ProcessingRequest
+from moestro.gateway.picker.ext_proc_pb2 import HttpBody, ProcessingRequest, ProcessingResponse
 
 MAX_BODY_BYTES = 100_000
 ENDPOINTS = ("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
@@ -129,7 +129,7 @@ def test_law_whatever_comes_nothing_is_left_counted(scripts, order, hangs_at):
                 assert responses
             assert not (was_over and responses)
             for response in responses:
-                response.SerializeToString()
+                assert ProcessingResponse.FromString(response).WhichOneof("response")
         except MessageOrderError:
             exchange.closed()
         if at == hangs_at:

@@ -22,7 +22,7 @@ from moestro.gateway.app import RouterApp
 from moestro.gateway.clients.http_headers import KEY_HEADERS
 from moestro.gateway.engines.fleet import RoutedEngine
 from moestro.gateway.picker.exchange import MessageOrderError, PickedExchange, PickerContext, Responses
-from moestro.gateway.picker.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
+from moestro.gateway.picker.ext_proc_pb2 import ProcessingRequest
 from moestro.gateway.picker.grpc_calls import GrpcCall, GrpcStatus, Methods
 from moestro.gateway.picker.grpc_connection import GrpcConnection
 from moestro.gateway.picker.health_service import HealthService
@@ -237,7 +237,7 @@ class ProcessCall:
 
     def _answer(self, responses: Responses) -> None:
         for response in responses:
-            self._call.send(response.SerializeToString())
+            self._call.send(response)
         if self._exchange.is_over:
             self._waiting.clear()
             self._call.end()
@@ -248,9 +248,9 @@ class ProcessCall:
         self._call.end(status, text)
 
 
-def _push(call: GrpcCall, response: ProcessingResponse) -> None:
+def _push(call: GrpcCall, response: bytes) -> None:
     """Send a response that answers no message, the last one of its exchange."""
-    call.send(response.SerializeToString())
+    call.send(response)
     call.end()
     call.flush()
 
