@@ -317,9 +317,10 @@ class PickedExchange:
         fleet, candidates = self._context.shared.fleet, decision.candidates
         rows = [decision.engine]
         if candidates is not None:
-            ranked = (int(candidates.rows[at]) for at in candidates.ranked())
+            ranked = candidates.rows[candidates.ranked()].tolist()
             rows += [row for row in ranked if row != decision.engine]
-        return {fleet[row].pool.endpoint: fleet[row] for row in rows[: self._context.max_endpoints]}
+        engines = [fleet[row] for row in rows[: self._context.max_endpoints]]
+        return {engine.pool.endpoint: engine for engine in engines}
 
     # --- the answer
 

@@ -161,14 +161,8 @@ class GrpcCall:
 
     def received(self, data: bytes, begin: int, end: int) -> None:
         """Take bytes of the stream, and pass on the messages that they complete."""
-        partial = self._partial
-        if partial:
-            partial += data[begin:end]
-            self._partials.num_bytes += end - begin
-            if len(partial) < self._needed:
-                return
-            data, begin, end = bytes(partial), 0, len(partial)
-            self._drop_partial()
+        if self._partial:
+            begin = self._complete(data, begin, end)
         while end - begin >= _PREFIX_BYTES:
             is_packed, size = _PREFIX.unpack_from(data, begin)
             if is_packed or size > MAX_MESSAGE_BYTES:
@@ -202,6 +196,30 @@ class GrpcCall:
             handler.closed()
 
     # --- inside
+
+    def _complete(self, data: bytes, begin: int, end: int) -> int:
+        """Append to the incomplete message, and pass it on once it is complete; return where the next one begins."""
+        partial, is_prefix = self._partial, self._needed == _PREFIX_BYTES
+        while True:
+            size = min(self._needed - len(partial), end - begin)
+            partial += memoryview(data)[begin : begin + size]
+            self._partials.num_bytes += size
+            begin += size
+            if len(partial) < self._needed:
+                return end
+            if not is_prefix:
+                break
+            is_prefix = False
+            is_packed, size = _PREFIX.unpack(partial)
+            if is_packed or size > MAX_MESSAGE_BYTES:
+                self._refuse_message(is_packed)
+                return end
+            self._needed += size
+        message = bytes(memoryview(partial)[_PREFIX_BYTES:])
+        self._drop_partial()
+        if self.handler is not None:
+            self.handler.message(message)
+        return begin
 
     def _keep(self, part: bytes) -> None:
         """Keep the beginning of a message."""

@@ -289,10 +289,10 @@ class Http2Connection:
         self._budget.now_ns = now_ns
         self._budget.earn(2 * self._side.num_sent)  # A peer may credit each of them in two windows.
         self._side.num_sent = 0
-        if self._rest:
-            data = self._rest + data
         try:
-            self._rest = data[self._read(data) :]
+            at = self._complete_frame(data) if self._rest else 0
+            if at >= 0:
+                self._rest = data[self._read(data, at) :]
         except Http2Error as error:
             self.has_failed = True
             self.fail(error.code, str(error))
@@ -326,9 +326,21 @@ class Http2Connection:
 
     # --- frames
 
-    def _read(self, data: bytes) -> int:
-        """Read the complete frames of `data`; return where the next one begins."""
-        at, size = 0, len(data)
+    def _complete_frame(self, data: bytes) -> int:
+        """Read the frame that earlier data has begun; return where the next one begins, or -1 if it is not complete.
+
+        Only as much of `data` is copied as a frame may lack.
+        """
+        joined = self._rest + data[: FRAME_HEAD_BYTES + MAX_FRAME_BYTES]
+        at = self._read(joined, 0) - len(self._rest)
+        if at < 0:
+            self._rest = joined
+            return -1
+        return at
+
+    def _read(self, data: bytes, at: int) -> int:
+        """Read the complete frames of `data` from `at` on; return where the next one begins."""
+        size = len(data)
         if not self._has_preface:
             if not PREFACE.startswith(data[: len(PREFACE)]):
                 raise Http2Error(Http2Code.PROTOCOL_ERROR, "the connection does not begin as one of HTTP/2")
