@@ -168,7 +168,7 @@ class ProcessCall:
     def half_closed(self) -> None:
         """End the call, because the proxy sends nothing more."""
         if self._reading is None:
-            self._exchange.closed()
+            self._leave()
             self._call.end()
         else:
             self._waiting.append(None)
@@ -177,8 +177,7 @@ class ProcessCall:
         """End the exchange, because its call is gone."""
         if self._reading is not None:
             self._reading.cancel()
-        self._waiting.clear()
-        self._exchange.closed()
+        self._leave()
 
     # --- inside
 
@@ -243,9 +242,13 @@ class ProcessCall:
             self._call.end()
 
     def _fail(self, status: GrpcStatus, text: str) -> None:
-        self._exchange.closed()
-        self._waiting.clear()
+        self._leave()
         self._call.end(status, text)
+
+    def _leave(self) -> None:
+        """End the exchange, whatever is left of it."""
+        self._waiting.clear()
+        self._exchange.closed()
 
 
 def _push(call: GrpcCall, response: bytes) -> None:
