@@ -67,7 +67,7 @@ ONLY_IN = {"torch": {"model"}, "transformers": {"model", "text"}} | dict.fromkey
 ONLY_IN["zmq"] = ONLY_IN["socket"] = EFFECTS | {"wire"}  # what the sockets at both ends of a wire have in common
 ONLY_IN["ray"] = {"server"}
 ONLY_IN["opentelemetry"] = {"web"}
-ONLY_IN["grpc"] = ONLY_IN["grpc_health"] = ONLY_IN["google"] = {"gateway"}
+ONLY_IN["hpack"] = ONLY_IN["google"] = {"gateway"}
 BANNED_NAMES = {"utils", "helpers", "common", "misc", "manager"}
 # config stamps a run's record with the time of its start; planner ends its search in time; model times the copy of a
 # block of KV at its start

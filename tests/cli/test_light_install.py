@@ -20,8 +20,6 @@ from moestro.native.compiler import CompilerError, find_compiler
 
 # Packages whose modules have other names.
 MODULES = {
-    "grpcio": "grpc",
-    "grpcio_health_checking": "grpc_health",
     "opentelemetry_exporter_otlp_proto_http": "opentelemetry.exporter.otlp.proto.http",
     "opentelemetry_sdk": "opentelemetry.sdk",
     "protobuf": "google.protobuf",

@@ -18,10 +18,15 @@ from moestro.web.ports.faults import Faults
 pytest.importorskip("grpc_health")
 
 from endpoint_picker.pickers import FULL_DUPLEX, SERVED, http_headers, metadata_of, request_headers, trailers
+from support.http2_peer import HELLO, Writer, data_frame, packed
 
 from moestro.gateway.picker import ext_proc_pb2
 from moestro.gateway.picker.exchange import MessageOrderError, PickedExchange, PickerContext
-from moestro.gateway.picker.ext_proc_pb2 import HttpBody, ProcessingRequest
+from moestro.gateway.picker.ext_proc_pb2 import HttpBody, ProcessingRequest, ProcessingResponse
+from moestro.gateway.picker.grpc_calls import PartialMessages, open_call
+from moestro.gateway.picker.http2 import Http2Connection
+from moestro.gateway.picker.http2_frames import Http2Code, reset
+from moestro.gateway.picker.port import ProcessCall
 
 MAX_BODY_BYTES = 100_000
 ENDPOINTS = ("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
@@ -129,7 +134,7 @@ def test_law_whatever_comes_nothing_is_left_counted(scripts, order, hangs_at):
                 assert responses
             assert not (was_over and responses)
             for response in responses:
-                response.SerializeToString()
+                assert ProcessingResponse.FromString(response).WhichOneof("response")
         except MessageOrderError:
             exchange.closed()
         if at == hangs_at:
@@ -146,6 +151,53 @@ def test_law_whatever_comes_nothing_is_left_counted(scripts, order, hangs_at):
     assert not app.shared.active
     assert app.clients.memory.num_bytes == 0
     assert all(engine.num_streaming == 0 for engine in app.shared.fleet)
+
+
+class Served:
+    """A connection whose calls are exchanges, without sockets."""
+
+    peer = "10.0.0.1"
+
+    def __init__(self, context: PickerContext) -> None:
+        self.context, self.partials = context, PartialMessages()
+        self.connection = Http2Connection(self, 0)
+        self.connection.receive(HELLO, 0)
+
+    def opened(self, stream, fields):
+        methods = {b"/service/Method": lambda call: ProcessCall(self.context, call)}
+        return open_call(stream, fields, methods, self, self.partials)
+
+    def flush(self) -> None:
+        pass
+
+
+WAYS_TO_END = {
+    "reset": lambda served: served.connection.receive(reset(1, Http2Code.CANCEL), 0),
+    "half closed": lambda served: served.connection.receive(data_frame(1, b"", ends=True), 0),
+    "connection lost": lambda served: served.connection.lost(),
+    "no message of Envoy's": lambda served: served.connection.receive(data_frame(1, packed(b"\xff")), 0),
+    "a message out of order": lambda served: served.connection.receive(data_frame(1, packed(b"")), 0),
+    "half a message": lambda served: served.connection.receive(data_frame(1, b"\0", ends=True), 0),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_END)
+@pytest.mark.parametrize("num_messages", range(4))
+def test_a_call_that_ends_in_any_way_leaves_nothing_counted(num_messages, way):
+    app, context = router()
+    served = Served(context)
+    answer = {"response_headers": http_headers({":status": "200"}, end=False)}
+    body = {"request_body": HttpBody(body=b'{"prompt": "x"}', end_of_stream=True)}
+    messages = [ProcessingRequest(**fields).SerializeToString() for fields in (request_headers(), body, answer)]
+    served.connection.receive(Writer().headers(1), 0)
+    for message in messages[:num_messages]:
+        served.connection.receive(data_frame(1, packed(message)), 0)
+    assert app.shared.fleet.router.num_in_flight == (num_messages >= 2)
+    assert served.connection.num_streams == 1
+    WAYS_TO_END[way](served)
+    assert app.shared.fleet.router.num_in_flight == 0
+    assert not app.shared.active
+    assert not served.connection.num_streams
 
 
 def test_messages_are_those_of_the_proto_file():

@@ -231,7 +231,7 @@ def test_flags_that_do_not_go_together_are_named(given, text):
 def test_files_that_cannot_be_used_are_named_with_the_cause(files, tmp_path):
     def cause(**given: object) -> str:
         with pytest.raises(ConfigError) as error:
-            ServerTls(TlsSettings(**{"ssl_certfile": files.server, "ssl_keyfile": files.server_key} | given))
+            ServerTls.of(TlsSettings(**{"ssl_certfile": files.server, "ssl_keyfile": files.server_key} | given))
         return str(error.value)
 
     assert "No such file" in cause(ssl_certfile=tmp_path / "missing.pem")
@@ -259,11 +259,11 @@ def test_a_key_with_a_password_is_refused_without_a_prompt(files, tmp_path):
         )
     )
     with pytest.raises(ConfigError, match="without a password"):
-        ServerTls(TlsSettings(ssl_certfile=files.server, ssl_keyfile=locked))
+        ServerTls.of(TlsSettings(ssl_certfile=files.server, ssl_keyfile=locked))
 
 
 def test_unchanged_files_are_not_read_again(files, caplog):
-    tls = ServerTls(TlsSettings(ssl_certfile=files.server, ssl_keyfile=files.server_key, enable_ssl_refresh=True))
+    tls = ServerTls.of(TlsSettings(ssl_certfile=files.server, ssl_keyfile=files.server_key, enable_ssl_refresh=True))
     context = tls.context
     with caplog.at_level(logging.INFO):
         tls.renew()

@@ -55,7 +55,7 @@ EXTRAS = {
     "plots": ("matplotlib",),
     "ray": ("ray",),
     "exact": ("scipy",),
-    "envoy": ("grpc", "grpc_health", "google.protobuf"),
+    "envoy": ("hpack", "google.protobuf"),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
 }
 

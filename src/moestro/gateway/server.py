@@ -22,6 +22,7 @@ from moestro.gateway.worker_place import WorkerPlace
 from moestro.web.banner import log_forever, print_banner
 from moestro.web.ports.connections import (
     MAX_OPERATOR_CONNECTIONS,
+    MAX_PICKER_CONNECTIONS,
     Front,
     FrontLimits,
     allow_open_files,
@@ -107,9 +108,10 @@ class _RouteServer:
         urls, front, admin = self._settings.engines.urls, self._settings.front, self._settings.admin
         # Each client may need a connection to an engine.
         num_engines = max(len(urls), _MANY_ENGINES if self._settings.discovery.is_on else 0)
-        allow_open_files(
-            2 * files_of_port(front.max_connections) + files_of_port(MAX_OPERATOR_CONNECTIONS), num_engines
-        )
+        num_files = 2 * files_of_port(front.max_connections) + files_of_port(MAX_OPERATOR_CONNECTIONS)
+        if self._open_picker is not None:
+            num_files += files_of_port(MAX_PICKER_CONNECTIONS)
+        allow_open_files(num_files, num_engines)
         async with contextlib.AsyncExitStack() as stack:
             listener = stack.enter_context(bound_socket(front.host, front.port, is_shared=is_shared))
             admin_listener = stack.enter_context(

@@ -79,7 +79,8 @@ class Candidates(msgspec.Struct, frozen=True, eq=False, gc=False):
         """Return indices into the columns by ascending score; the lower row wins ties."""
         if self.scores is None:
             return list(range(len(self.rows)))
-        return [int(at) for at in np.lexsort((self.rows, self.scores))]
+        order: list[int] = np.lexsort((self.rows, self.scores)).tolist()
+        return order
 
     def score(self, at: int) -> float | None:
         """Return the score at index `at`, or None without a finite score."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -486,12 +488,12 @@ class SourceReports(Collector):
         """Log once the missing figures that other engines have, because no engine is compared by them."""
         missing = self._watch.missing(engine.row)
         known = self._lacking.get(engine.row, set()) & missing
-        others = [each.row for each in self._fleet if each is not engine and self._fleet.router.is_routable(each.row)]
         table, added = self._fleet.router.table, []
         for figure in self._needs.figures:
             if figure in missing and figure not in known:
                 is_fresh = getattr(table, figure).known(now_ns, self._fresh_ns)
-                if any(is_fresh[row] for row in others):
+                # Engines without /metrics lack a figure together, and then each look at all others would be in vain.
+                if is_fresh.any() and self._is_given_by_others(engine, is_fresh):
                     added.append(figure)
         self._lacking[engine.row] = known.union(added)
         if added:
@@ -501,6 +503,11 @@ class SourceReports(Collector):
                 engine.name, ", ".join(added), self._policy, "it" if len(added) == 1 else "them",
                 self._replacement(added),
             )  # fmt: skip
+
+    def _is_given_by_others(self, engine: RoutedEngine, is_fresh: NDArray[np.bool_]) -> bool:
+        """Return whether another engine in rotation reports a figure, by the rows that do."""
+        router = self._fleet.router
+        return any(is_fresh[each.row] and each is not engine and router.is_routable(each.row) for each in self._fleet)
 
     def collect(self) -> Iterator[Metric]:
         """Yield a gauge for each engine and each source that the policy needs."""

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 from moestro.core.request import Request
 from moestro.errors import RequestError
@@ -26,18 +26,18 @@ from moestro.gateway.engines.health_checks import (
 )
 from moestro.gateway.exchange import ExchangeContext
 from moestro.gateway.picker import messages
-from moestro.gateway.picker.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
+from moestro.gateway.picker.ext_proc_pb2 import ProcessingRequest
 from moestro.gateway.proxy import Admission
 from moestro.gateway.tracing import RequestSpans
 from moestro.routing.health import Origin
 from moestro.routing.router import RouteDecision
-from moestro.web.bodies import BodyHold, BodyMemory
+from moestro.web.bodies import SMALL_BYTES, BodyHold, BodyMemory
 from moestro.web.errors import AuthenticationError, GenerationError, InternalError, too_large
 from moestro.web.tracing import TRACEPARENT
 
 logger = logging.getLogger(__name__)
 
-Responses = list[ProcessingResponse]
+Responses = list[bytes]  # Serialized.
 
 _LEFT_STATUS = 499  # nginx' status for a client that disconnected.
 _PIECE_BYTES = 62_000  # Largest piece of a body that goes back, below the 64 KiB that gateways take in one message.
@@ -100,7 +100,7 @@ class PickedExchange:
         "_request", "_sent_ns", "_spans", "_stage", "_status", "_subset", "_tail", "_why", "deadline_s", "incoming",
     )  # fmt: skip
 
-    def __init__(self, context: PickerContext, peer: str, push: Callable[[ProcessingResponse], None]) -> None:
+    def __init__(self, context: PickerContext, peer: str, push: Callable[[bytes], None]) -> None:
         self._context = context
         self._push = push
         self._peer = peer
@@ -277,9 +277,10 @@ class PickedExchange:
         self._num_bytes += len(data)
         if self._num_bytes > context.max_body_bytes:
             raise too_large(context.max_body_bytes)
-        if self._hold is None:
-            self._hold = BodyHold(context.memory, self._client_name())
-        self._hold.resize(self._num_bytes)
+        if self._num_bytes > SMALL_BYTES:  # Smaller bodies are not counted.
+            if self._hold is None:
+                self._hold = BodyHold(context.memory, self._client_name())
+            self._hold.resize(self._num_bytes)
         self._chunks.append(data)
         return self._end_request() if is_last else []
 
@@ -316,9 +317,10 @@ class PickedExchange:
         fleet, candidates = self._context.shared.fleet, decision.candidates
         rows = [decision.engine]
         if candidates is not None:
-            ranked = (int(candidates.rows[at]) for at in candidates.ranked())
+            ranked = candidates.rows[candidates.ranked()].tolist()
             rows += [row for row in ranked if row != decision.engine]
-        return {fleet[row].pool.endpoint: fleet[row] for row in rows[: self._context.max_endpoints]}
+        engines = [fleet[row] for row in rows[: self._context.max_endpoints]]
+        return {engine.pool.endpoint: engine for engine in engines}
 
     # --- the answer
 
@@ -500,9 +502,3 @@ def _hanging() -> GenerationError:
     error = GenerationError(text, code="upstream_unavailable")
     error.http_status, error.retry_after_s = 503, 1
     return error
-
-
-def peer_address(peer: Any) -> str:
-    """Return the IP address in the name that gRPC gives to a peer, such as `ipv4:10.0.0.1:40000`."""
-    kind, _, rest = str(peer).partition(":")
-    return rest.rpartition(":")[0].strip("[]").replace("%5B", "").replace("%5D", "") if kind in ("ipv4", "ipv6") else ""

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 SEND_BUFFER_BYTES = 256 << 10
 # Connections of an operators' port. Operators, their scrapers and pages are few.
 MAX_OPERATOR_CONNECTIONS = 256
+# Connections of the endpoint picker's port. A proxy has one for each of its threads.
+MAX_PICKER_CONNECTIONS = 1024
 _BACKLOG = 1024
 # Connections accepted in one turn of the loop: enough for a burst, and requests are served between two turns.
 _MAX_ACCEPTED = 64
@@ -39,7 +41,6 @@ _FILES_PER_PROCESS = 8  # Open files for each child process and engine: pipes, s
 _SPARE_PART, _SPARE_ADDRESSES = 16, 32
 _HANDSHAKE_S = 10.0  # Time in which a client must complete the TLS handshake.
 _CLOSE_NOTIFY_S = 5.0  # Time in which a client must answer the end of TLS.
-_RENEW_S = 5.0  # Time between two looks at the files of a certificate.
 
 ProtocolFactory = Callable[[ConnectionSlot], asyncio.Protocol]  # The protocol releases its slot with its connection.
 
@@ -165,8 +166,8 @@ class Front:
         self._listener.settimeout(0)
         self._listener.listen(_BACKLOG)
         asyncio.get_running_loop().add_reader(self._listener, self._accept_some)
-        if self._tls is not None and self._tls.is_refreshed:
-            self._renew(self._tls)
+        if self._tls is not None and self._tls.refresh_s is not None:
+            self._renew(self._tls, self._tls.refresh_s)
         return self
 
     def close(self) -> None:
@@ -198,9 +199,9 @@ class Front:
         loop.remove_reader(self._listener)
         self._retry = loop.call_later(_RETRY_S, loop.add_reader, self._listener, self._accept_some)
 
-    def _renew(self, tls: ServerTls) -> None:
+    def _renew(self, tls: ServerTls, refresh_s: float) -> None:
         tls.renew()
-        self._renewal = asyncio.get_running_loop().call_later(_RENEW_S, self._renew, tls)
+        self._renewal = asyncio.get_running_loop().call_later(refresh_s, self._renew, tls, refresh_s)
 
     def _admit(self, connection: socket.socket, address: str) -> None:
         """Open a connection, or refuse it."""

@@ -92,6 +92,7 @@ class Port(StrEnum):
 
     CLIENTS = "clients"
     OPERATORS = "operators"
+    PICKER = "picker"
     UNKNOWN = "unknown"  # Only the event loop noticed the fault.
 
 
@@ -157,7 +158,7 @@ class Faults:
 
     def family(self, name: str) -> CounterMetricFamily:
         """Return the counts as the metric `name`."""
-        text = "Faults of clients' connections, by port (clients, operators) and kind."
+        text = "Faults of clients' connections, by port (clients, operators, picker) and kind."
         family = CounterMetricFamily(name, text, labels=("port", "kind"))
         for (port, fault), count in sorted(self.counts.items()):
             family.add_metric((port, fault), count)

@@ -18,6 +18,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 _SETTLED_S = 1.0  # Age from which a change counts as complete.
 _LOOK_S = 5.0  # between two looks at the files of connections to engines
+_REFRESH_S = 5.0  # between two looks at the files of a port
 _MAX_LOOKS = 10  # A file that changes at every look is read nevertheless.
 
 
@@ -72,26 +73,39 @@ class ServerTls:
     """TLS of one port.
 
     Args:
-        settings: Settings with a certificate.
+        files: Files of the port's certificate.
+        read: Makes the context from the files; ConfigError if they cannot be used.
+        refresh_s: Seconds between two looks at the files; None means that they are read once.
 
     Attributes:
         context: Context of new connections.
-        is_refreshed: Whether `renew` is to be called from time to time.
+        refresh_s: Seconds between two calls of `renew`; None means that it is not to be called.
 
     Raises:
         ConfigError: A file cannot be used; the text says which and why.
     """
 
-    def __init__(self, settings: TlsSettings) -> None:
-        self._settings = settings
-        self._watched = WatchedFiles(settings.files.paths)
-        self.context = _context(settings)
-        self.is_refreshed = settings.enable_ssl_refresh
+    def __init__(
+        self, files: CertificateFiles, read: Callable[[], ssl.SSLContext], refresh_s: float | None = None
+    ) -> None:
+        self._files = files
+        self._read = read
+        self._watched = WatchedFiles(files.paths)
+        self.context = read()
+        self.refresh_s = refresh_s
 
     @classmethod
     def of(cls, settings: TlsSettings) -> ServerTls | None:
         """Return the TLS of a port with `settings`; None means plain HTTP."""
-        return None if settings.ssl_certfile is None else cls(settings)
+        if settings.ssl_certfile is None:
+            return None
+        refresh_s = _REFRESH_S if settings.enable_ssl_refresh else None
+        return cls(settings.files, lambda: _context(settings), refresh_s)
+
+    @classmethod
+    def for_http2(cls, files: CertificateFiles) -> ServerTls:
+        """Return the TLS of a port for HTTP/2 alone. Renewed files count for new connections within two seconds."""
+        return cls(files, lambda: _http2_context(files), _SETTLED_S - 0.1)
 
     @property
     def needs_certificates(self) -> bool:
@@ -100,8 +114,7 @@ class ServerTls:
 
     def renew(self) -> None:
         """Read the files again if they have changed. Files that cannot be used leave the old certificate in place."""
-        renewed = renewal(self._watched, self._settings.ssl_certfile, lambda: _context(self._settings))
-        self.context = renewed or self.context
+        self.context = renewal(self._watched, self._files.certfile, self._read) or self.context
 
 
 def renewal(watched: WatchedFiles, name: Path | None, read: Callable[[], T]) -> T | None:
@@ -216,6 +229,15 @@ class EngineTls:
         if self._certificate is not None:
             _load_chain(context, "--engine-certfile", self._certificate, "--engine-keyfile", self._key)
         return context
+
+
+def _http2_context(files: CertificateFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["h2"])
+    _load_files(context, files)
+    if files.ca_certs is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def _context(settings: TlsSettings) -> ssl.SSLContext:
