@@ -98,8 +98,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    versions = [] if args.vllm is None else [each.name.split("-")[1] for each in args.vllm.glob("vllm-*.dist-info")]
-    note = f"processor time, one thread; vLLM's function ({', '.join(versions)}) plans over all devices"
+    found = [] if args.vllm is None else [each.name for each in args.vllm.glob("vllm-*.dist-info")]
+    note = f"processor time, one thread; vLLM's function plans over all devices ({', '.join(found)})"
     conditions = run_record("measured", note)
     if kernel_search().wait() is None:
         sys.exit(f"the kernel is absent: {kernel_search().failure}")

@@ -151,7 +151,8 @@ def score_slots(
     live = devices.is_alive
     work_s = (prices.token_s * tokens + prices.expert_s * activated)[live].T / devices.speed[live]
     arriving = _arriving_rows(origin, flat, parts, tokens)
-    answers = _answer_rows(load, devices, origin, flat, parts)
+    is_own = origin.by_device is load.tokens  # each device is the source of its own tokens
+    answers = _answer_rows(load, devices, origin, (flat, parts), arriving[0] if is_own else None)
     row_s = np.array(prices.row_s)
     received_s = np.tensordot(row_s, arriving, 1)
     np.add.at(received_s, devices.source_on, np.tensordot(row_s, answers, 1))
@@ -174,11 +175,21 @@ def _arriving_rows(origin: TokenOrigins, flat: NDArray[np.intp], parts: Floats, 
 
 
 def _answer_rows(
-    load: ExpertLoad, devices: Devices, origin: TokenOrigins, flat: NDArray[np.intp], parts: Floats
+    load: ExpertLoad,
+    devices: Devices,
+    origin: TokenOrigins,
+    slots: tuple[NDArray[np.intp], Floats],
+    own: Floats | None,
 ) -> Floats:
-    """Return float64[3, sources, layers], answers that each source receives from its device, its node, and others."""
-    device = devices.source_on
-    own = (_taken(load.tokens, np.arange(len(device)), flat[device]) * parts[device]).sum(axis=-1)
+    """Return float64[3, sources, layers], answers that each source receives from its device, its node, and others.
+
+    Args:
+        slots: Experts of slots and their parts, as in `_arriving_rows`.
+        own: Answers from the own device. None means that they are looked up.
+    """
+    device, (flat, parts) = devices.source_on, slots
+    if own is None:
+        own = (_taken(load.tokens, np.arange(len(device)), flat[device]) * parts[device]).sum(axis=-1)
     # All shares of an expert sum to 1, so each source gets as many answers as it sent tokens.
     in_node = origin.by_source
     if len(origin.by_node) > 1:

@@ -292,9 +292,11 @@ def even_shares(expert: Experts, num_experts: int) -> Floats:
 def held_by(expert: Experts, num_experts: int) -> NDArray[np.bool_]:
     """Return bool[batches, experts + 1, devices], who holds what; the last expert is EMPTY, which is never held."""
     num_batches, num_devices, _ = expert.shape
-    held = np.zeros((num_batches, num_experts + 1, num_devices), np.bool_)
-    batch, device, slot = np.nonzero(expert != EMPTY)
-    held[batch, expert[batch, device, slot], device] = True
+    num_rows = num_experts + 1
+    held = np.zeros((num_batches, num_rows, num_devices), np.bool_)
+    row = np.arange(num_batches)[:, None, None] * num_rows + expert % num_rows
+    held.reshape(-1)[row * num_devices + np.arange(num_devices)[:, None]] = True
+    held[:, -1] = False
     return held
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from moestro.core.hashing import HASH_BYTES, BlockRun, PrefixTree
 from moestro.core.rng import Draws
+from moestro.core.views import all_true
 from moestro.errors import ConfigError
 from moestro.routing.policies.load import least_loaded_score
 from moestro.routing.policy_contract import Choice, Needs, Routed, RouteEvent, RouteView
@@ -133,7 +134,7 @@ class HotspotDetector:
         # x / (1 - x) > |M| / |others|, without a division by 0.
         first = num_holders > 0 and num_others > 0 and own.num_requests * num_others > num_holders * outside
         holders = routable & (view.hit_tokens >= num_shared) if first else None
-        is_lower = holders is not None and bool(scores[holders].min() < scores[routable & ~holders].min())
+        is_lower = holders is not None and _is_lower_on(holders, scores, routable)
         second = is_lower and self._tracked[own.block].streak + 1 > 2 * num_holders
         class_share = own.num_requests / len(self._window)
         return Alarm(
@@ -208,6 +209,15 @@ def _count_holders(view: RouteView, num_tokens: int) -> tuple[int, int]:
         return (num := sum(has)), len(has) - num
     num = int(np.count_nonzero(routable & (hits >= num_tokens)))
     return num, int(np.count_nonzero(routable)) - num
+
+
+def _is_lower_on(holders: Mask, scores: Scores | Counts, routable: Mask) -> bool:
+    """Return whether the lowest score on M is below the lowest elsewhere; both have a routable engine."""
+    # Twice as fast as a selection of rows by a mask.
+    inside, outside = np.where(holders, scores, np.inf), np.where(holders, np.inf, scores)
+    if not all_true(routable):
+        outside[~routable] = np.inf
+    return bool(inside.min() < outside.min())
 
 
 def _block(hashes: bytes, depth: int) -> bytes:
