@@ -3,9 +3,8 @@ import numpy as np
 import pytest
 
 from moestro.core.hashing import HASH_BYTES, name_key
-from moestro.core.order_contract import Admitted
 from moestro.core.request import Request, SamplingParams
-from moestro.core.views import WaitingView
+from moestro.core.views import Admitted, WaitingView
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.policies.ordering import Fcfs, PrefillAware, Sjf, WeightedFair
 from moestro.engine.registry import ORDER_POLICIES

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moestro.core.hashing import name_key
-from moestro.core.order_contract import OrderPolicy
 from moestro.core.request import Request, SamplingParams, ServiceClass
-from moestro.core.views import BE, LS, WaitingView
+from moestro.core.views import BE, LS, OrderPolicy, WaitingView
 from moestro.engine.registry import ORDER_POLICIES
 from moestro.errors import QueueBoundError
 from moestro.routing.route_queue import QueuedRequest, QueueRules, RouteQueue
@@ -75,7 +74,7 @@ class History:
         self.leave_list(found)
         self.sent.append(found)
         if self.oracle_policy.observes and not found.num_returns:
-            from moestro.core.order_contract import Admitted  # noqa: PLC0415
+            from moestro.core.views import Admitted  # noqa: PLC0415
 
             self.oracle_policy.observe(Admitted(name_key(found.request.user), found.request.num_prompt_tokens))
 
@@ -113,7 +112,7 @@ class History:
             over = self.sent.pop(at % len(self.sent))
             self.queue.ended(over.request, at)
             if self.oracle_policy.observes:
-                from moestro.core.order_contract import Left  # noqa: PLC0415
+                from moestro.core.views import Left  # noqa: PLC0415
 
                 self.oracle_policy.observe(Left(name_key(over.request.user), at))
             self.ends[over.serial] += 1

@@ -50,7 +50,7 @@ class SequenceAdmitted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True
         key: as in `SequenceQueued`, at the time of the admission.
         num_before: requests that were admitted after this one was queued and before it.
         is_first: whether this is the first admission, and not one after a preemption.
-        user, num_prompt_tokens: as in `core.order_contract.Admitted`.
+        user, num_prompt_tokens: as in `core.views.Admitted`.
     """
 
     request_id: str
@@ -114,7 +114,7 @@ class SequenceLeft(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A request left the engine, by its end or by an abort.
 
     Attributes:
-        user, num_generated_tokens: as in `core.order_contract.Left`.
+        user, num_generated_tokens: as in `core.views.Left`.
         visits: devices of its experts, by version of the expert table; empty if they were not counted.
     """
 

@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.order_contract import Admitted, Left, OrderPolicy
 from moestro.core.processes import ending_on_error
 from moestro.core.scheduling_events import (
     BatchPassed,
@@ -26,7 +25,7 @@ from moestro.core.scheduling_events import (
     SequencePreempted,
     SequenceQueued,
 )
-from moestro.core.views import EvictView, Victim, WaitingView
+from moestro.core.views import Admitted, EvictView, Left, OrderPolicy, Victim, WaitingView
 from moestro.core.work import StepVisits
 from moestro.engine.registry import EVICT_POLICIES, ORDER_POLICIES, EvictPolicy
 from moestro.engine.sequences import Sequence

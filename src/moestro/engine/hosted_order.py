@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import NS_PER_S
 from moestro.core.hashing import name_key
-from moestro.core.order_contract import OrderPolicy
 from moestro.core.request import ServiceClass
-from moestro.core.views import BE, LS, WaitingView
+from moestro.core.views import BE, LS, OrderPolicy, WaitingView
 from moestro.engine.registry import ORDER_POLICIES
 from moestro.engine.waiting import MAX_LOOKED_UP, waiting_view
 from moestro.errors import ConfigError

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import NS_PER_S
-from moestro.core.order_contract import OrderPolicy
 from moestro.core.policy_registry import PolicyKind
-from moestro.core.views import BE, LS, BatchLimits, BatchView, EvictView, ShareView, Victim
+from moestro.core.views import BE, LS, BatchLimits, BatchView, EvictView, OrderPolicy, ShareView, Victim
 from moestro.errors import ConfigError
 
 

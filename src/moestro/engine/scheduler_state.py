@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.hashing import ROOT, block_hash
-from moestro.core.order_contract import Admitted, Left, OrderPolicy
-from moestro.core.views import ONE, ZERO, all_true, true_rows
+from moestro.core.views import ONE, ZERO, Admitted, Left, OrderPolicy, all_true, true_rows
 from moestro.core.work import Int32s, Slots, StepResult, Units
 from moestro.engine.admission import AdmissionNeeds
 from moestro.engine.block_pool import BlockPool

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, NamedTuple
 
 from cyclopts import Parameter
 
-from moestro.core.order_contract import OrderPolicy
 from moestro.core.setting_checks import CheckedSettings, at_least, name_of
+from moestro.core.views import OrderPolicy
 from moestro.engine.registry import (
     BATCH_POLICIES,
     EVICT_POLICIES,

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
 from moestro.core.hashing import name_key
-from moestro.core.order_contract import OrderEvent, OrderPolicy
 from moestro.core.request import Request
-from moestro.core.views import BE, LS, BatchLimits, ShareView, WaitingView
+from moestro.core.views import BE, LS, BatchLimits, OrderEvent, OrderPolicy, ShareView, WaitingView
 from moestro.core.work import Int32s, Slots
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.registry import SharePolicy

@@ -17,9 +17,8 @@ from moestro.core.views import LS, Run, StepPolicy, Wait
 from moestro.core.work import Plan, Slots, select_units
 from moestro.errors import InvariantError
 from moestro.flow.dispatcher import PeerSettings
-from moestro.flow.events import Send, Store
+from moestro.flow.events import ItemMaker, LaunchedItem, Send, Store
 from moestro.flow.guests import Guests, Pairs
-from moestro.flow.items import ItemMaker, LaunchedItem
 from moestro.flow.micro_queues import MicroQueues
 from moestro.flow.token_pool import NO_MERGES, TokenPool
 

@@ -54,7 +54,9 @@ from moestro.flow.events import (
     Done,
     Emit,
     Event,
+    ItemMaker,
     Launch,
+    LaunchedItem,
     PeerLost,
     PlanSubmitted,
     Store,
@@ -63,7 +65,6 @@ from moestro.flow.events import (
     Withdraw,
 )
 from moestro.flow.guests import Guests, Pairs, all_pairs, split_pairs
-from moestro.flow.items import ItemMaker, LaunchedItem
 from moestro.flow.micro_queues import MicroQueues
 from moestro.flow.passed_over import PassedOver, Tokens
 from moestro.flow.token_pool import TokenPool

@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 from cyclopts import Group, Parameter
 
 from moestro.core.clock import to_ns
-from moestro.core.order_contract import OrderPolicy
 from moestro.core.processes import in_address
 from moestro.core.request import ServiceClass
 from moestro.core.setting_checks import PORT, CheckedSettings, above, at_least, between
+from moestro.core.views import OrderPolicy
 from moestro.engine.registry import ORDER_POLICIES
 from moestro.errors import ConfigError
 from moestro.routing.route_queue import NO_QUEUE, QueueRules, SaturationRules

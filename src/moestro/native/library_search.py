@@ -1,12 +1,13 @@
-"""Finds a compiled library: in the wheel, in the cache, or by compiling it in the background into the cache."""
+"""Compiled libraries and their functions: found in the wheel or the cache, or compiled into it in the background."""
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -23,6 +24,37 @@ from moestro.native.compiler import (
 )
 
 logger = logging.getLogger(__name__)
+
+POINTER, INT, FLOAT, DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_double
+_PREFIX = "moestro_"
+
+
+def load_functions(
+    path: Path, arguments: Mapping[str, tuple[type, ...]], results: Mapping[str, type] | None = None
+) -> dict[str, ctypes._NamedFuncPointer]:
+    """Load a library, and return its functions by name.
+
+    Args:
+        path: The library.
+        arguments: Types of the arguments of each function, by its name without the prefix of all names.
+        results: Types of the results of functions that return something.
+
+    Raises:
+        OSError: The file is no library, or a function is not in it.
+    """
+    library, functions = ctypes.CDLL(str(path)), {}
+    for name, types in arguments.items():
+        try:
+            function = library[_PREFIX + name]
+        except AttributeError as error:
+            raise OSError(f"{path} has no function {name}") from error
+        function.argtypes, function.restype = types, (results or {}).get(name)
+        functions[name] = function
+    return functions
+
+
+# The search for a library.
+
 _OTHER_CACHE = "XDG_CACHE_HOME may name another folder"
 T = TypeVar("T")
 

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from moestro.core.clock import NS_PER_S
 from moestro.core.hashing import name_key
 from moestro.core.load_figures import LoadFigures
-from moestro.core.order_contract import Admitted, Left, OrderPolicy
 from moestro.core.request import Request, ServiceClass
-from moestro.core.views import BE, LS, NEVER_NS, EngineTable, WaitingView
+from moestro.core.views import BE, LS, NEVER_NS, Admitted, EngineTable, Left, OrderPolicy, WaitingView
 from moestro.errors import QueueBoundError
 from moestro.routing.scoring import LearnedTtft
 

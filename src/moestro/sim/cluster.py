@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
 from moestro.core.load_figures import LoadFigures
-from moestro.core.order_contract import OrderPolicy
 from moestro.core.request import Request, Script, ServiceClass
+from moestro.core.views import OrderPolicy
 from moestro.core.work import Plan
 from moestro.engine.sequences import Sequence as EngineSequence
 from moestro.engine.steps import StepOutput

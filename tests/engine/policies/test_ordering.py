@@ -10,9 +10,8 @@ from support.policy_text import policy_text
 
 from moestro.core.clock import FOREVER_NS, NS_PER_S
 from moestro.core.hashing import name_key
-from moestro.core.order_contract import Admitted, Left
 from moestro.core.policy_registry import parse_policy
-from moestro.core.views import BE, LS, WaitingView
+from moestro.core.views import BE, LS, Admitted, Left, WaitingView
 from moestro.engine.policies.ordering import EarliestDeadline, PrefillAware, QllmOrder, Sjf, WeightedFair
 from moestro.engine.registry import ORDER_POLICIES
 from moestro.errors import ConfigError

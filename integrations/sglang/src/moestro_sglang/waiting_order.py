@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moestro.core.order_contract import Admitted, Left
+from moestro.core.views import Admitted, Left
 from moestro.engine.hosted_order import HostOrder, user_of
 from moestro.engine.waiting import WAITING_COLUMNS
 

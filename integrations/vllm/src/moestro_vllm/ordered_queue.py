@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from moestro.core.clock import FOREVER_NS, NS_PER_S
-from moestro.core.order_contract import Admitted, Left
+from moestro.core.views import Admitted, Left
 from moestro.engine.hosted_order import HostOrder, user_of
 from moestro.engine.waiting import WAITING_COLUMNS
 

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS, NS_PER_S, to_ns
 from moestro.core.hashing import name_key
-from moestro.core.order_contract import Admitted, OrderEvent, OrderPolicy
-from moestro.core.views import BE, LS, WaitingView
+from moestro.core.views import BE, LS, Admitted, OrderEvent, OrderPolicy, WaitingView
 from moestro.engine.registry import ORDER_POLICIES
 from moestro.errors import ConfigError
 

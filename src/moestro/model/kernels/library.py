@@ -22,8 +22,7 @@ from moestro.native.compiler import (
     InstructionSet,
     instruction_set_of,
 )
-from moestro.native.functions import FLOAT, INT, POINTER, load_functions
-from moestro.native.library_search import LibrarySearch
+from moestro.native.library_search import FLOAT, INT, POINTER, LibrarySearch, load_functions
 
 # The kernels compute rows in whole vectors, the widest of which has 16 entries. A head is rotated in two halves.
 ROW_MULTIPLE, HEAD_MULTIPLE = 16, 32

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import EMPTY
 from moestro.native.compiler import PLACEMENT_KERNEL, PLAIN
-from moestro.native.functions import DOUBLE, INT, POINTER, load_functions
-from moestro.native.library_search import LibrarySearch
+from moestro.native.library_search import DOUBLE, INT, POINTER, LibrarySearch, load_functions
 from moestro.placement.contract import Floats
 from moestro.placement.search.problem import Experts, Packing, PlaceProblem, QueuedCopies, StepPrices
 

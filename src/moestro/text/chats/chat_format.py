@@ -12,7 +12,7 @@ from moestro.core.request import Grammar
 from moestro.errors import RequestError
 from moestro.text.parsing.answer_grammars import after_thought, harmony_call, named_call, required_calls
 from moestro.text.parsing.answer_parser import AnswerParser, StopFinder
-from moestro.text.parsing.json_calls import JsonCallReader
+from moestro.text.parsing.call_readers import JsonCallReader
 from moestro.text.parsing.output_parser import (
     REASONING_PARSERS,
     TOOL_PARSERS,

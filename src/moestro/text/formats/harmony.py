@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from moestro.text.parsing.answer_grammars import HARMONY_THOUGHT
-from moestro.text.parsing.harmony import CHANNEL, MARKERS, MESSAGE, HarmonyReader
+from moestro.text.parsing.call_readers import CHANNEL, HARMONY_MARKERS, MESSAGE, HarmonyReader
 from moestro.text.parsing.output_parser import REASONING_PARSERS, TOOL_PARSERS, ReasoningParser, ToolParser
 from moestro.text.parsing.parser_input import Steps
 
@@ -17,7 +17,7 @@ from moestro.text.parsing.parser_input import Steps
 class GptOssToolParser(ToolParser):
     """Parses reasoning, content and calls of harmony."""
 
-    MARKERS = MARKERS
+    MARKERS = HARMONY_MARKERS
     TEMPLATE = (CHANNEL, MESSAGE)
     STARTS = (CHANNEL,)
     ENDS_WITH_ANSWER = True
@@ -35,7 +35,7 @@ class GptOssToolParser(ToolParser):
 class GptOssReasoningParser(ReasoningParser):
     """Parses reasoning and content of harmony, where the request has no tools."""
 
-    MARKERS = MARKERS
+    MARKERS = HARMONY_MARKERS
     TEMPLATE = (CHANNEL, MESSAGE)
 
     def steps(self) -> Steps[None]:

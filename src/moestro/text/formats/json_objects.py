@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from moestro.text.json_text import opened_object
-from moestro.text.parsing.json_calls import JsonCallReader, read_value
+from moestro.text.parsing.call_readers import JsonCallReader, read_value
 from moestro.text.parsing.output_parser import TOOL_PARSERS, ToolParser
 from moestro.text.parsing.parser_input import BrokenCallError, Markers, Steps
 

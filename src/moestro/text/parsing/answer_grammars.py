@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from moestro.core.request import Grammar
-from moestro.text.parsing.harmony import CALL_HEAD, FINAL_HEAD, OPTIONAL_ANALYSIS
+from moestro.text.parsing.call_readers import CALL_HEAD, FINAL_HEAD, OPTIONAL_ANALYSIS
 from moestro.text.parsing.output_parser import ToolSpec
 
 ENFORCED_FORMATS = frozenset(
