@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import math
@@ -136,6 +137,14 @@ def test_open_load_never_waits_and_closed_load_keeps_to_its_bound():
         endpoint.most_in_flight = 0
         run(endpoint, arrivals=ArrivalSettings(max_concurrency=4, num_warmups=0))
         assert endpoint.most_in_flight == 4
+
+
+def test_objects_that_the_caller_froze_stay_frozen():
+    gc.freeze()
+    num_frozen = gc.get_freeze_count()
+    with Endpoint(whole()) as endpoint:
+        run(endpoint)
+    assert gc.get_freeze_count() > 0.9 * num_frozen
 
 
 def test_latency_counts_from_the_scheduled_arrival_also_while_the_client_holds_a_request_back():

@@ -48,7 +48,7 @@ from moestro.model.experts.expert_slots import GroupPlace, meet
 from moestro.model.settings import ModelSettings
 
 NUM_ENGINES = 3
-NUM_TOKENS = 60  # of an answer that is interrupted
+NUM_TOKENS = 40  # of an answer that is interrupted
 PROMPTS = ["def fibonacci(n):\n", "import os\n" * 60, "class Stack:\n    def push(self, item):\n", "x = 1\n" * 90]
 
 

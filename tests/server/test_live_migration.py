@@ -26,7 +26,7 @@ NUM_ENGINES = 2
 SCRIPT = str(Path(__file__).parents[1] / "support" / "restless_server.py")
 PROMPTS = ["def fibonacci(n):\n", "import os\n" * 60, "class Stack:\n    def push(self, item):\n", "x = 1\n" * 90]
 # So many that requests are being answered when an engine is killed: a step of all of them takes 50 ms.
-NUM_TOKENS = 60
+NUM_TOKENS = 40
 MOVED = re.compile(r"experts of (\d+) of (\d+) layers moved, ([\d.]+) MB(.*)")
 EP = ("--mode", "ep", "--engines", str(NUM_ENGINES), "--route-policy", "round_robin")
 

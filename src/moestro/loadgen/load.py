@@ -134,13 +134,16 @@ def run_load(
     settings: EndpointSettings, endpoint: Endpoint, load: BenchLoad, on_end: Callable[[], None] = lambda: None
 ) -> Records:
     """Send all of `load` and return the records; `on_end` is called once a request."""
-    # Freeze existing objects: repeated collections of them would stall the loop.
-    gc.collect()
-    gc.freeze()
+    # Freeze existing objects: repeated collections of them would stall the loop. What the caller froze stays frozen.
+    was_frozen = gc.get_freeze_count() > 0
+    if not was_frozen:
+        gc.collect()
+        gc.freeze()
     try:
         return uvloop.run(_run(settings, endpoint, load, on_end))
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
 
 
 async def _run(settings: EndpointSettings, endpoint: Endpoint, load: BenchLoad, on_end: Callable[[], None]) -> Records:
