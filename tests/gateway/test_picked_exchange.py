@@ -15,7 +15,7 @@ from moestro.errors import DrainingError
 from moestro.gateway.app import RouterApp, assemble
 from moestro.web.ports.faults import Faults
 
-pytest.importorskip("grpc_health")
+pytest.importorskip("hpack")
 
 from endpoint_picker.pickers import FULL_DUPLEX, SERVED, http_headers, metadata_of, request_headers, trailers
 from support.http2_peer import HELLO, Writer, data_frame, packed

@@ -44,7 +44,7 @@ def start(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_port_in_use_and_unreadable_certificates_end_the_start(tmp_path):
-    pytest.importorskip("grpc_health")
+    pytest.importorskip("hpack")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = start("--ext-proc", str(taken.getsockname()[1]))
     assert done.returncode == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +12,11 @@ import torch
 from parity import drive, tiny
 from safetensors.torch import load_file, save_file
 from support import own_kernels
-from support.loaded_processes import LOADED
+from support.loaded_processes import LOADED, send_what_reading_loads
 from support.quantized_checkpoints import fp8_twins, mxfp4_twins
 
 from moestro.errors import UnsupportedModelError
 from moestro.model.device import open_device
-from moestro.model.load import load_ahead
 
 pytestmark = pytest.mark.transformers
 
@@ -175,18 +173,10 @@ def test_a_dense_network_that_is_not_packed_stays_in_the_files_that_engines_shar
     del device
 
 
-def _send_what_reading_loads(directory, pipe) -> None:
-    """Read a network, and report the modules of transformers that this loads beside those of its family."""
-    load_ahead()
-    before = set(sys.modules)
-    tiny.load(directory)
-    pipe.send([name for name in set(sys.modules) - before if name.startswith("transformers.") and "models" not in name])
-
-
 def test_what_networks_share_is_loaded_ahead_of_the_first_one(tmp_path):
     directory = tiny.save_checkpoint(tmp_path, tiny.make_config("qwen3_moe"))
     here, there = LOADED.Pipe()
-    process = LOADED.Process(target=_send_what_reading_loads, args=(directory, there), daemon=True)
+    process = LOADED.Process(target=send_what_reading_loads, args=(directory, there), daemon=True)
     process.start()
     there.close()  # so that a dead process ends `recv`
     shared = {"transformers.generation.utils", "transformers.modeling_layers", "transformers.processing_utils"}
