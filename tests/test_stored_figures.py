@@ -210,11 +210,34 @@ def preemption_shares() -> list[str]:
     )
 
 
-def decisions(*, has_kv_events: bool) -> list[str]:
-    """Microseconds of a decision of `lmetric` with 16 and 4,096 engines."""
+def decisions(*, has_kv_events: bool, policy: str = "lmetric") -> list[str]:
+    """Microseconds of a decision with 16 and 4,096 engines."""
     rows = stored("micro/router_decision.json")["rows"]
-    taken = [row for row in rows if row.get("policy") == "lmetric" and row["kv_events"] == has_kv_events]
+    taken = [row for row in rows if row.get("policy") == policy and row["kv_events"] == has_kv_events]
     return [f"{row['submit_us']['median']:.0f}" for row in taken if row["engines"] != 256]
+
+
+def plan_ms(case: str) -> list[str]:
+    """Milliseconds of a plan by the kernel, by NumPy and by vLLM's function."""
+    taken = {
+        row["function"]: row["ms"]["median"] for row in stored("micro/plan_time.json")["rows"] if row["case"] == case
+    }
+    return [f"{taken[name]:.0f}" for name in ("moestro", "moestro, NumPy", "vLLM")]
+
+
+def picker_cpu_us(case: str) -> list[str]:
+    """Processor time a request of Envoy alone, Envoy with the picker, the picker, and one that decides nothing; µs."""
+    found = stored("routing/picker_overhead.json")["summary"][case]
+    names = ("alone_envoy_cpu_us", "moestro_envoy_cpu_us", "moestro_cpu_us", "minimal_cpu_us")
+    over = found["moestro_over_minimal_cpu"]
+    shares = [f"{over[which]:.2f}" for which in ("median", "min", "max")]
+    return [*(f"{found[name]['median']:,.0f}" for name in names), *shares]
+
+
+def picker_added_ms(picker: str) -> list[str]:
+    """Milliseconds that a picker adds to the first byte of one user, with small and with large bodies."""
+    found = stored("routing/picker_overhead.json")["summary"]
+    return [f"{found[f'{size}, one user'][f'{picker}_added_p50_ms']['median']:.1f}" for size in ("2.4 kB", "400 kB")]
 
 
 def loops(device: str) -> list[str]:
@@ -365,7 +388,29 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
             gimbal_changes, "vllm_least", "gimbal_v1", "gimbal_v2", "moestro", seeds=(0, 1, 2), parts="equal_"
         ),
     },
+    "bench.md": {
+        "takes {} ms of one thread on 64 devices, {} with NumPy; vLLM's function takes {}.": partial(
+            plan_ms, "58x256 on 64, 320 slots"
+        ),
+        "without redundancy it takes {}, {} and {}, on": partial(plan_ms, "48x128 on 8, 128 slots"),
+        "on 144 devices {}, {} and {}\n": partial(plan_ms, "58x256 on 144, 288 slots"),
+    },
+    "envoy.md": {
+        **{
+            f"| {shown} | {{}} | {{}} | {{}} | {{}} | {{}} ({{}} to {{}}) |": partial(picker_cpu_us, case)
+            for shown, case in {
+                "2.4 kB, one user": "2.4 kB, one user",
+                "2.4 kB, 8 users": "2.4 kB",
+                "400 kB, one user": "400 kB, one user",
+                "2.4 kB, streamed, 16 users": "2.4 kB, streamed",
+            }.items()
+        },
+        "comes {} ms later than from Envoy alone at 2.4 kB, and {} ms at 400 kB": partial(picker_added_ms, "moestro"),
+        "with the picker that decides nothing, {} and {} ms.": partial(picker_added_ms, "minimal"),
+        "took {} of a core": lambda: [f"{stored('routing/picker_overhead.json')['idle']['cores']:.3f}"],
+    },
     "architecture.md": {
+        "`moestro` with 4,096 engines, which takes {} µs": lambda: decisions(has_kv_events=False, policy="moestro")[1:],
         "of `lmetric` takes {} and {} µs with 16 and 4,096": partial(decisions, has_kv_events=False),
         "With an index that KV events fill it takes {} and {} µs": partial(decisions, has_kv_events=True),
         "with up to 8 sequences ({} and {} µs)": lambda: loops("awake")[:2],

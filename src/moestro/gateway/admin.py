@@ -51,7 +51,7 @@ class EngineView(msgspec.Struct, kw_only=True):
 
 
 class ChangeMade(StrEnum):
-    """What an operator does to an engine."""
+    """A change that an operator makes to an engine."""
 
     ADD = "add"
     REMOVE = "remove"

@@ -1,4 +1,4 @@
-"""What the processes of a router share: how far workers have started, and which changes operators have made."""
+"""Memory that the processes of a router share: the stage of each worker's start, and operators' changes of engines."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _in_effect(changes: Sequence[OperatorChange]) -> list[OperatorChange]:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """What a worker process of a router has from the process that started it.
+    """Everything that a worker process of a router gets from the process that started it.
 
     Attributes:
         lifeline: end of a pipe, which is closed when the starting process is gone.

@@ -151,7 +151,7 @@ def score_slots(
     live = devices.is_alive
     work_s = (prices.token_s * tokens + prices.expert_s * activated)[live].T / devices.speed[live]
     arriving = _arriving_rows(origin, flat, parts, tokens)
-    is_own = origin.by_device is load.tokens  # each device is the source of its own tokens
+    is_own = origin.by_device is load.tokens  # the tokens of each device come from itself
     answers = _answer_rows(load, devices, origin, (flat, parts), arriving[0] if is_own else None)
     row_s = np.array(prices.row_s)
     received_s = np.tensordot(row_s, arriving, 1)

@@ -19,7 +19,7 @@ from moestro.core.setting_checks import CheckedSettings, at_least
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ReproSettings(CheckedSettings):
-    """Settings of the frame. A paper with flags of its own extends them."""
+    """Flags of every verb of `moestro repro`; a paper's verb with further flags extends them."""
 
     quick: Annotated[bool, Parameter(negative=())] = False
     """Run a small plan that takes less than a minute and shows what the experiment does. It judges no claim: the

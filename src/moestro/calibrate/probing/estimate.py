@@ -526,7 +526,7 @@ def _check_steady(decodes: Sequence[DecodeTime]) -> None:
     repeated = [np.array(times) for times in alike.values() if len(times) >= _LEAST_REPEATS]
     if not repeated:
         return
-    # Each is compared with the median of its own kind, so that all of them count together.
+    # Each time over the median of equal steps, so that steps of all sizes count together.
     ratios = np.concatenate([times / np.median(times) for times in repeated])
     low, high = np.percentile(ratios, [10, 90]).tolist()
     if high - low > _UNSTEADY:

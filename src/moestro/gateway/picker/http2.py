@@ -93,7 +93,7 @@ class StreamHost(Protocol):
 
 
 class SendSide:
-    """What a connection sends: frames that are ready, and the windows that the peer has left.
+    """The sending side of a connection: frames for the next write, and the flow-control windows of the peer.
 
     Attributes:
         frames: Frames for the next write, as bytes and views of bytes.

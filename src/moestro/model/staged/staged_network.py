@@ -3,7 +3,7 @@
 The network's own forward runs with stand-ins for its layers: at layer 0, to embed tokens and record the arguments of
 each layer, and for the end, where calling its last norm and its head directly gives another result.
 
-A *fragment* is a number of units that are computed together, with what layers take of them besides hidden states. Units
+A *fragment* is a set of units computed together, with the inputs of layers other than hidden states. Units
 enter the network at layer 0, and those that stay together use the arguments of their entry. Another fragment of them,
 or a mixture with others, reads the arguments in the arena by row and builds only its paged attention. The arena gets
 them when the first such fragment is made, so units that are never parted cost no copy.

@@ -113,7 +113,7 @@ class GimbalFindings(Findings[GimbalCell], kw_only=True):
         return [cell for cell in self.cells if (cell.load, cell.rate, cell.system, cell.setting) == wanted]
 
     def settings(self, load: str) -> list[str]:
-        """What a part varies, in the order in which it was run."""
+        """The values of the setting that a load varies, in the order of the runs."""
         return list(dict.fromkeys(cell.setting for cell in self.cells if cell.load == load))
 
     def change(self, figure: str, cells: list[GimbalCell], base: list[GimbalCell]) -> float | None:
