@@ -2,11 +2,13 @@
 
     # Starts the engines and the router itself
     python bench/robustness/resume.py [--streams 200] [--kills 20] [--json bench/results/robustness/resume.json]
+    python bench/robustness/resume.py --vllm /path/to/venv/bin/vllm [--json bench/results/robustness/resume_vllm.json]
 
-Ten clients send greedy streams, completions and chats in turn, to three servers of the demo model on one CPU. A server
-with running streams gets SIGKILL; when all are there again, the next one does. Each stream is compared with the same
-request on a calm server: its text, its number of tokens, its finish reason, one id and one [DONE]. The script also
-prints the longest pause of each stream that went on elsewhere; the pause has the prefill of prompt and answer.
+Ten clients send greedy streams, completions and chats in turn, to servers of the demo model on one CPU: three of
+Moestro, or two of vLLM in float32. All processes of a server with running streams get SIGKILL; when all servers are
+there again, the next one does. Each stream is compared with the same request on a calm server: its text, its number of
+tokens, its finish reason, one id and one [DONE]. The script also prints the longest pause of each stream that went on
+elsewhere; the pause has the prefill of prompt and answer.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections import Counter
@@ -26,15 +29,17 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 
 from moestro.config.run_record import run_record
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from shared.results import make_parser, save, spread
+import shared.vllm
+from shared.results import make_parser, package_version, save, spread
 from shared.server import MOESTRO, Server
 
 ROUTE_PORT, ADMIN_PORT, PORT = 8240, 8241, 8242
-NUM_ENGINES, NUM_CLIENTS, TOKENS = 3, 10, 200
+NUM_OWN, NUM_VLLM, NUM_CLIENTS, TOKENS = 3, 2, 10, 200
 WAIT_S = 300
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
@@ -111,21 +116,29 @@ async def read(client: aiohttp.ClientSession, url: str, path: str, body: dict[st
 class Engine:
     """One server, which can be killed and started again."""
 
-    def __init__(self, number: int) -> None:
-        self.name, self.port = f"e{number}", PORT + number
+    def __init__(self, number: int, vllm: str | None, logs: Path) -> None:
+        self.name, self.port, self.log = f"e{number}", PORT + number, logs / f"e{number}.log"
+        if vllm:
+            self.command = shared.vllm.command(vllm, self.port, "--dtype", "float32")
+            self.environment = os.environ | shared.vllm.environment(vllm, str(number))
+        else:
+            self.command = [MOESTRO, "serve", "--port", str(self.port), "--log-level", "error"]
+            self.command += ["--kv-cache-memory-bytes", "100000000"]
+            self.environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self.start()
 
     def start(self) -> None:
         """Start the server without waiting for it."""
-        command = [MOESTRO, "serve", "--port", str(self.port), "--log-level", "error"]
-        command += ["--kv-cache-memory-bytes", "100000000"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(self.command, env=self.environment, stdout=out, stderr=out)
         self.server = Server(self.process, f"http://127.0.0.1:{self.port}")
 
     def kill(self) -> None:
-        """Kill the server as by SIGKILL."""
-        self.process.kill()
+        """End all processes of the server by SIGKILL."""
+        server = psutil.Process(self.process.pid)
+        for process in (server, *server.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait()
 
 
@@ -138,9 +151,9 @@ def samples(name: str) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def running() -> Iterator[list[Engine]]:
+def running(vllm: str | None, logs: Path) -> Iterator[list[Engine]]:
     """Run the engines and the router, and end them afterwards."""
-    engines = [Engine(number) for number in range(NUM_ENGINES)]
+    engines = [Engine(number, vllm, logs) for number in range(NUM_VLLM if vllm else NUM_OWN)]
     flags = [part for engine in engines for part in ("--engine", f"{engine.name}={engine.server.url}")]
     command = [MOESTRO, "route", "--port", str(ROUTE_PORT), "--admin-port", str(ADMIN_PORT), *flags]
     router = subprocess.Popen([*command, "--resume-streams", "--log-level", "error"], stdout=subprocess.DEVNULL)
@@ -159,14 +172,15 @@ async def until(name: str, engine: Engine, least: float) -> None:
     """Wait until a metric of an engine has at least a value."""
     deadline = time.monotonic() + WAIT_S
     while (await asyncio.to_thread(samples, name)).get(f'{{engine="{engine.name}"}}', 0.0) < least:
-        assert time.monotonic() < deadline, f"{engine.name} is not at {name} {least}"
+        fails = time.monotonic() > deadline or engine.process.poll() is not None
+        assert not fails, f"{engine.name} is not at {name} {least}: {engine.log.read_text()[-2000:]}"
         await asyncio.sleep(0.2)
 
 
 async def kill_in_turn(engines: list[Engine], num_kills: int) -> None:
     """Kill an engine with running streams, wait until all are there again, and go on with the next one."""
     for number in range(num_kills):
-        victim = engines[number % NUM_ENGINES]
+        victim = engines[number % len(engines)]
         for engine in engines:
             await until("moestro:route_engine_ready", engine, 1)
         await until("moestro:route_in_flight", victim, 2)
@@ -206,9 +220,10 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--vllm", help="the vllm command; without it, the servers are Moestro's")
     args = parser.parse_args()
     conditions = run_record("measured")
-    with running() as engines:
+    with tempfile.TemporaryDirectory() as logs, running(args.vllm, Path(logs)) as engines:
         calm = asyncio.run(calm_streams(engines[0]))
         streams = asyncio.run(disturbed(engines, args.streams, args.kills))
         resumed, obstacles = (
@@ -217,7 +232,8 @@ def main() -> None:
         )
     pauses = sorted((stream.longest_pause_s for _, stream in streams), reverse=True)[: int(sum(resumed.values()))]
     result: dict[str, Any] = {
-        "engines": NUM_ENGINES,
+        "engines": len(engines),
+        "vllm": package_version(Path(args.vllm).with_name("python"), "vllm") if args.vllm else None,
         "clients": NUM_CLIENTS,
         "max_tokens": TOKENS,
         "streams": len(streams),

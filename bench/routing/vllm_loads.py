@@ -35,6 +35,7 @@ from moestro.config.run_record import run_record
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
+import shared.vllm
 import vllm_pair
 from accuracy.run import figures, run
 from shared.results import make_parser, save, spread
@@ -231,7 +232,7 @@ def main() -> None:
             "workload": {
                 "run_seconds": given.run_seconds, "num_apps": NUM_APPS, "app_tokens": APP_TOKENS,
                 "first_tokens": FIRST_TOKENS, "turn_tokens": TURN_TOKENS, "answer_tokens": ANSWER_TOKENS,
-                "num_turns": NUM_TURNS, "pause_s": PAUSE_S, "block_size": vllm_pair.BLOCK_SIZE,
+                "num_turns": NUM_TURNS, "pause_s": PAUSE_S, "block_size": shared.vllm.BLOCK_SIZE,
                 "blocks_a_server": vllm_pair.NUM_BLOCKS,
             },
             "capacity_requests_per_s": round(capacity, 3),

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import random
 import re
 import statistics
@@ -36,13 +35,15 @@ import psutil
 from moestro.config.run_record import run_record
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import shared.vllm
 from shared.models import DEMO
 from shared.results import make_parser, save
 from shared.server import MOESTRO, Server, started
+from shared.vllm import BLOCK_SIZE
 
 POLICIES = ("round_robin", "lmetric", "moestro")
 ROUTE_PORT, ADMIN_PORT, VLLM_PORT, EVENTS_PORT, REPLAY_PORT = 8140, 8150, 8160, 8162, 8164
-BLOCK_SIZE, NUM_BLOCKS = 32, 330
+NUM_BLOCKS = 330
 NUM_CONVERSATIONS, NUM_AT_A_TIME, NUM_TURNS, NUM_WORDS, NUM_ANSWER_TOKENS = 10, 4, 4, 400, 32
 WORDS = ("def", "return", "class", "self", "value", "list", "index", "name", "path", "import", "raise", "error", "text")
 FIGURES = {"hit_ratio": "hit ratio", "ttft_p50_ms": "TTFT p50, ms", "ttft_mean_ms": "TTFT mean, ms"}
@@ -57,23 +58,16 @@ class Turn:
     text: str = ""
 
 
-def vllm(command: str, i: int, log: Path) -> contextlib.AbstractContextManager:
-    """Start server `i`, with KV events and a small cache."""
-    events = {
-        "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{EVENTS_PORT + i}",
-        "replay_endpoint": f"tcp://*:{REPLAY_PORT + i}",
-    }  # fmt: skip
-    flags = [
-        command, "serve", str(DEMO), "--host", "127.0.0.1", "--port", str(VLLM_PORT + i), "--served-model-name", "m",
-        "--dtype", "bfloat16", "--max-model-len", "2048", "--enforce-eager", "--enable-prefix-caching",
-        "--enable-prompt-tokens-details", "--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS),
-        "--kv-events-config", json.dumps(events),
-    ]  # fmt: skip
-    environment = {
-        "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(i), "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "PATH": f"{Path(command).parent}:{os.environ['PATH']}",
-    }  # fmt: skip
-    return started(flags, VLLM_PORT + i, log / f"vllm{i}.log", **environment)
+def vllm(command: str, i: int, log: Path, *more: str) -> contextlib.AbstractContextManager:
+    """Start server `i`, with KV events, a small cache and further flags."""
+    port, flags = VLLM_PORT + i, shared.vllm.kv_events(EVENTS_PORT + i, REPLAY_PORT + i)
+    flags += ["--dtype", "bfloat16", "--num-gpu-blocks-override", str(NUM_BLOCKS), *more]
+    return started(
+        shared.vllm.command(command, port, *flags),
+        port,
+        log / f"vllm{i}.log",
+        **shared.vllm.environment(command, str(i)),
+    )
 
 
 def router(at: int, policy: str, log: Path, *more: str) -> contextlib.AbstractContextManager:

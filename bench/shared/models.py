@@ -23,9 +23,30 @@ def make_random_model(directory: Path) -> Path:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(directory)
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            shutil.copy(DEMO / name, directory / name)
+        _copy_tokenizer(directory)
     return directory
+
+
+def make_dense_model(directory: Path) -> Path:
+    """Make a dense Qwen3 of the demo model's width with random weights and its tokenizer, unless it exists."""
+    if not (directory / "config.json").exists():
+        import torch  # noqa: PLC0415 - only where there is a model to make
+        from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: PLC0415
+
+        config = Qwen3Config(
+            vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=7, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=2,
+            pad_token_id=0,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+        _copy_tokenizer(directory)
+    return directory
+
+
+def _copy_tokenizer(directory: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(DEMO / name, directory / name)
 
 
 def make_qwen3_config(directory: Path, num_layers: int = 48, num_experts: int = 128, vocabulary: int = 151_936) -> Path:
