@@ -7,6 +7,8 @@ Only the simulator uses this file. A server schedules every step.
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 import msgspec
 import numpy as np
 
@@ -156,37 +158,39 @@ class DecodeJumps:
         if len(scheduler.waiting) and self._could_admit():
             return None
         growth = table.growth.take(running, axis=1)
-        known, capacity, computed, chunk = growth[TOKENS], growth[CAPACITY], growth[COMPUTED], plan.units.num_tokens
-        most = min((growth[LAST_TOKENS] - known).tolist()) - 1  # steps in which no sequence ends
-        if most < 1:
-            return None
+        known, computed, chunk = growth[TOKENS], growth[COMPUTED], plan.units.num_tokens
         found = Leap(running, known, [], [computed], [])
         while True:
             computed = computed + chunk
+            left = known - computed
+            all_decode = max(left.tolist()) <= 0
+            if not all_decode and has_true(computed + ONE >= growth[LAST_TOKENS]):
+                break  # a sequence ends
+            if all_decode and not self._decode_behind(found, growth, computed):
+                break
             found.chunks.append(chunk)
             found.starts.append(computed)
-            left = known - computed
-            if max(left.tolist()) <= 0:
-                self._decode_behind(found, growth, computed)
-                break
-            if len(found.chunks) == most or has_true(computed >= capacity):
+            if all_decode or has_true(computed >= growth[CAPACITY]):
                 break
             view = scheduler.views.alone(np.maximum(left, ONE))
             chunk = scheduler.batch_policy.plan(view, scheduler.limits)
             if not all_nonzero(chunk):
                 break
-        if len(found.chunks) + found.num_decode_steps == 1:
+        if len(found.chunks) + found.num_decode_steps < 2:
             return None
         self._find_first_tokens(found)
         return found
 
     def _find_first_tokens(self, leap: Leap) -> None:
         table, running, known = self._table, leap.running, leap.num_known
-        rows = true_rows(known == table.num_prompt[running])
-        for step, start in enumerate(leap.starts[1:]):
-            for row in rows:
-                if leap.starts[step].item(row) < known.item(row) <= start.item(row):
+        for row in true_rows(known == table.num_prompt[running]):
+            num_known = known.item(row)
+            for step, start in enumerate(leap.starts[1:]):
+                if start.item(row) >= num_known:
                     leap.first_tokens.append((step, table.at(running.item(row))))
+                    break
+        if len(leap.first_tokens) > 1:
+            leap.first_tokens.sort(key=itemgetter(0))
 
     def _is_plain(self) -> bool:
         """Whether time alone changes nothing, and steps have no effect beyond tokens and blocks."""
@@ -201,25 +205,31 @@ class DecodeJumps:
             or self._pool.journal is not None
         )
 
-    def _decode_behind(self, leap: Leap, growth: Int32s, computed: Int32s) -> None:
-        """Add the decode steps behind the prompts, if the batch policy takes all sequences then."""
-        num, block_size = len(computed), self._table.block_size
+    def _decode_behind(self, leap: Leap, growth: Int32s, computed: Int32s) -> bool:
+        """Add the decode steps behind the last step with prompts. Returns False where a sequence ends in that step.
+
+        Args:
+            growth: the columns of the table before the leap.
+            computed: int32[n], tokens with KV after the last step with prompts.
+        """
+        scheduler, num, block_size = self._scheduler, len(computed), self._table.block_size
+        _, _, ends_before, short_after, _ = (growth - computed).tolist()
+        next_end = min(ends_before)
+        if next_end <= 1:
+            return False
         takes_all = self._takes_all_of.get(num)
         if takes_all is None:
-            view = self._scheduler.views.alone(np.ones(num, np.int32))
-            takes_all = bool((self._scheduler.batch_policy.plan(view, self._scheduler.limits) == 1).all())
-            self._takes_all_of[num] = takes_all
+            chunk = scheduler.batch_policy.plan(scheduler.views.alone(np.ones(num, np.int32)), scheduler.limits)
+            takes_all = self._takes_all_of[num] = all_nonzero(chunk)
+        most, num_free = next_end - 1, self._pool.num_free
         if not takes_all:
-            return
-        _, _, ends_before, short_after, _ = (growth - computed).tolist()
-        next_end, num_free = min(ends_before), self._pool.num_free
-        most = next_end - 1
-        if -(-most // block_size) * num > num_free:
+            most = 0
+        elif -(-most // block_size) * num > num_free:
             most = steps_that_fit(computed, growth[CAPACITY] // block_size, block_size, num_free, most)
         leap.num_decode_steps = most
         leap.decodes = _Decodes(
             running=leap.running,
-            first_step=self._scheduler.num_steps + len(leap.chunks) - 1,
+            first_step=scheduler.num_steps + len(leap.chunks),
             num_taken=0,
             computed=computed,
             ends_before=ends_before,
@@ -227,6 +237,7 @@ class DecodeJumps:
             short_after=short_after,
             next_full=0,  # known when the prompts' blocks are in the prefix cache
         )
+        return True
 
     def land(self, leap: Leap, num_steps: int, block_hashes: dict[int, bytes] | None = None) -> StepOutput:
         """Apply the first `num_steps` steps of a leap, at least one.

@@ -374,6 +374,8 @@ class Group:
         self._has_newcomer = False
         if horizon.num_steps:
             self._jump(now_ns, horizon)
+        elif not (self.steps_together or self.seats[0].rank.has_work):
+            self.ends = self.next_ns = None
         else:
             self.ends = None
             self._begin(now_ns)
