@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.routers import router
@@ -153,7 +154,17 @@ def test_a_jump_leaves_the_record_that_single_steps_leave(
         check_received(jumping)
 
 
-def leaps(monkeypatch, rows: Rows, offsets, bounds: SchedulerSettings) -> list[tuple[int, int, int]]:
+class EqualSteps:
+    """Prices by which all steps take as long, so that steps of several engines end in the same nanosecond."""
+
+    def step_ns(self, batch) -> int:
+        return 10_000_000
+
+    def decode_steps_ns(self, start, num_steps):
+        return np.full(num_steps, 10_000_000)
+
+
+def leaps(monkeypatch, rows: Rows, offsets, bounds: SchedulerSettings, setting) -> list[tuple[int, int, int]]:
     """Run requests, and list the leaps: steps with prompts, all steps, and steps taken before an arrival cut it."""
     found, land = [], DecodeJumps.land
 
@@ -162,23 +173,24 @@ def leaps(monkeypatch, rows: Rows, offsets, bounds: SchedulerSettings) -> list[t
         return land(self, leap, num_steps, block_hashes)
 
     monkeypatch.setattr(DecodeJumps, "land", note)
-    jumping = run(rows, offsets, bounds, (1, AT_ONCE), jump=True)
-    monkeypatch.undo()
-    stepwise = run(rows, offsets, bounds, (1, AT_ONCE), jump=False)
+    jumping = run(rows, offsets, bounds, setting, jump=True)
+    monkeypatch.setattr(DecodeJumps, "land", land)
+    stepwise = run(rows, offsets, bounds, setting, jump=False)
     assert jumping.router.received == stepwise.router.received
     assert jumping.results.digest() == stepwise.results.digest()
     assert pools(jumping) == pools(stepwise)
     return found
 
 
-def test_prompts_and_the_decodes_behind_them_are_taken_at_once(monkeypatch):
+@pytest.mark.parametrize("prices", [PRICES[1], OneRank(EqualSteps())], ids=["roofline", "equal_steps"])
+def test_prompts_and_the_decodes_behind_them_are_taken_at_once(monkeypatch, prices):
+    monkeypatch.setitem(PRICES, 1, prices)
     rng = np.random.default_rng(0)
     rows = Rows(rng.integers(1, 60, 200), rng.integers(1, 30, 200))
     bounds = SchedulerSettings(
         num_blocks=200, block_size=BLOCK_SIZE, max_model_len=96, max_num_seqs=12, max_num_batched_tokens=24
     )
-    # Times of two engines coincide in part, so that responses of one nanosecond keep their order.
-    found = leaps(monkeypatch, rows, np.sort(rng.integers(0, 300, 200)) * 10_000_000, bounds)
+    found = leaps(monkeypatch, rows, np.sort(rng.integers(0, 600, 200)) * 5_000_000, bounds, (1, AT_ONCE))
     assert any(num_prompt_steps > 1 for num_prompt_steps, _, _ in found), "a prompt in chunks"
     assert any(taken == num_steps for _, num_steps, taken in found), "a leap up to its end"
     assert any(taken < num_prompt_steps for num_prompt_steps, _, taken in found), "one cut between chunks"
