@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.routers import router
@@ -13,12 +14,13 @@ from moestro.core.hashing import split_hashes
 from moestro.cost.gpus import H20
 from moestro.cost.networks import network_named
 from moestro.cost.roofline import Roofline, RooflineSettings
+from moestro.engine.decode_horizon import DecodeJumps
 from moestro.engine.registry import BATCH_POLICIES, ORDER_POLICIES
 from moestro.engine.settings import SchedulerSettings
 from moestro.sim.cluster import AtTimes, Cluster
 from moestro.sim.groups.group import Barrier, Group, OneRank
 from moestro.sim.results import ANSWERED, PENDING, REFUSED
-from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
+from moestro.sim.signals import AT_ONCE, ChannelSettings, ReportChannel, SignalSettings
 from moestro.workload.rows import RequestForm, RequestMaker, Rows, Streams
 
 BLOCK_SIZE = 4
@@ -46,17 +48,20 @@ COMBINATIONS = [
 ]
 
 
-def draw_rows(rng: np.random.Generator, num: int) -> Rows:
-    """Short requests, many of which continue a conversation, some longer than an engine can ever hold."""
+def draw_rows(rng: np.random.Generator, num: int, ls_share: float = 0.5) -> Rows:
+    """Short requests, many of which continue a conversation, some longer than an engine can ever hold.
+
+    Half of the draws name the blocks of prompts alone, as Mooncake's traces do.
+    """
     num_streams = 4
-    prompts = rng.integers(1, 40, num)
-    return Rows(
-        num_prompt_tokens=np.where(rng.random(num) < 0.03, 200, prompts),
-        num_output_tokens=rng.integers(1, 30, num),
-        streams=Streams(np.full(num_streams, -1), np.zeros(num_streams, np.int64)),
-        stream=rng.integers(0, num_streams, num),
-        is_ls=rng.random(num) < 0.5,
-    )
+    prompts = np.where(rng.random(num) < 0.03, 200, rng.integers(1, 40, num))
+    outputs, is_ls = rng.integers(1, 30, num), rng.random(num) < ls_share
+    if rng.random() < 0.5:
+        stems = rng.integers(num_streams, size=num)
+        names = tuple(np.arange(n // BLOCK_SIZE) + 100 * stem for n, stem in zip(prompts, stems, strict=True))
+        return Rows(prompts, outputs, hash_ids=names, block_size=BLOCK_SIZE, is_ls=is_ls)
+    streams = Streams(np.full(num_streams, -1), np.zeros(num_streams, np.int64))
+    return Rows(prompts, outputs, streams=streams, stream=rng.integers(0, num_streams, num), is_ls=is_ls)
 
 
 class Listener:
@@ -73,7 +78,9 @@ class Listener:
 
 
 def draw_signals(rng: np.random.Generator) -> SignalSettings:
-    """Each figure by a way of its own, with a delay of up to a few steps."""
+    """Each figure by a way of its own, with a delay of up to a few steps; or no figure and no event at all."""
+    if rng.random() < 0.4:
+        return SignalSettings(response_delay_ms=float(rng.choice([0, 5])))
     channels = tuple(
         ChannelSettings(
             figures=(name,),
@@ -109,7 +116,7 @@ def pools(cluster: Cluster) -> list:
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=90)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(18, 60),
@@ -118,12 +125,13 @@ def pools(cluster: Cluster) -> list:
     caching=st.booleans(),
     num_ep_ranks=st.sampled_from([1, 1, 2]),
     max_num_queued_reqs=st.sampled_from([3, 1000]),
+    ls_share=st.sampled_from([0.5, 1.0]),
 )
 def test_a_jump_leaves_the_record_that_single_steps_leave(
-    seed, num_blocks, max_num_seqs, combination, caching, num_ep_ranks, max_num_queued_reqs
+    seed, num_blocks, max_num_seqs, combination, caching, num_ep_ranks, max_num_queued_reqs, ls_share
 ):
     rng = np.random.default_rng(seed)
-    rows = draw_rows(rng, 40)
+    rows = draw_rows(rng, 40, ls_share)
     offsets = np.sort(rng.integers(0, int(rng.integers(1, 400)) * 1_000_000, len(rows)))
     bounds = SchedulerSettings(
         num_blocks=num_blocks,
@@ -144,6 +152,49 @@ def test_a_jump_leaves_the_record_that_single_steps_leave(
     check_conserved(jumping, rows)
     if setting[1].kv_events_delay_ms is not None:
         check_received(jumping)
+
+
+class EqualSteps:
+    """Prices by which all steps take as long, so that steps of several engines end in the same nanosecond."""
+
+    def step_ns(self, batch) -> int:
+        return 10_000_000
+
+    def decode_steps_ns(self, start, num_steps):
+        return np.full(num_steps, 10_000_000)
+
+
+def leaps(monkeypatch, rows: Rows, offsets, bounds: SchedulerSettings, setting) -> list[tuple[int, int, int]]:
+    """Run requests, and list the leaps: steps with prompts, all steps, and steps taken before an arrival cut it."""
+    found, land = [], DecodeJumps.land
+
+    def note(self, leap, num_steps, block_hashes=None):
+        found.append((len(leap.chunks), len(leap.chunks) + leap.num_decode_steps, num_steps))
+        return land(self, leap, num_steps, block_hashes)
+
+    monkeypatch.setattr(DecodeJumps, "land", note)
+    jumping = run(rows, offsets, bounds, setting, jump=True)
+    monkeypatch.setattr(DecodeJumps, "land", land)
+    stepwise = run(rows, offsets, bounds, setting, jump=False)
+    assert jumping.router.received == stepwise.router.received
+    assert jumping.results.digest() == stepwise.results.digest()
+    assert pools(jumping) == pools(stepwise)
+    return found
+
+
+@pytest.mark.parametrize("prices", [PRICES[1], OneRank(EqualSteps())], ids=["roofline", "equal_steps"])
+def test_prompts_and_the_decodes_behind_them_are_taken_at_once(monkeypatch, prices):
+    monkeypatch.setitem(PRICES, 1, prices)
+    rng = np.random.default_rng(0)
+    rows = Rows(rng.integers(1, 60, 200), rng.integers(1, 30, 200))
+    bounds = SchedulerSettings(
+        num_blocks=200, block_size=BLOCK_SIZE, max_model_len=96, max_num_seqs=12, max_num_batched_tokens=24
+    )
+    found = leaps(monkeypatch, rows, np.sort(rng.integers(0, 600, 200)) * 5_000_000, bounds, (1, AT_ONCE))
+    assert any(num_prompt_steps > 1 for num_prompt_steps, _, _ in found), "a prompt in chunks"
+    assert any(taken == num_steps for _, num_steps, taken in found), "a leap up to its end"
+    assert any(taken < num_prompt_steps for num_prompt_steps, _, taken in found), "one cut between chunks"
+    assert any(num_prompt_steps <= taken < num_steps for num_prompt_steps, num_steps, taken in found)
 
 
 def check_received(cluster: Cluster) -> None:

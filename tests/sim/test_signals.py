@@ -8,7 +8,7 @@ from moestro.errors import ConfigError
 from moestro.routing.settings import EngineSpec
 from moestro.sim.cluster import AtTimes, Cluster
 from moestro.sim.groups.group import Group, OneRank
-from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings
+from moestro.sim.signals import AT_ONCE, NO_GROUP, ChannelSettings, ReportChannel, Signals, SignalSettings
 from moestro.workload.rows import RequestForm, RequestMaker, Rows, equal_rows
 
 MS = 1_000_000
@@ -44,6 +44,34 @@ class Watcher:
         row = {name: (getattr(table, name).values[0], int(getattr(table, name).as_of_ns[0])) for name in figures}
         self.seen.append(row | {"num_in_flight": int(table.num_in_flight[0])})
         return self.watched.submit(request, now_ns, exclude)
+
+
+class Responses:
+    """The requests of responses, in the order in which a router received them."""
+
+    def __init__(self) -> None:
+        self.received = []
+
+    def __getattr__(self, name):
+        return lambda request_id, *_: self.received.append((name, request_id))
+
+
+def test_a_late_first_token_is_delivered_before_what_was_sent_later():
+    router = Responses()
+    signals = Signals(router, [], AT_ONCE)
+    signals.ended("refused", 2, NO_GROUP, 0)
+    signals.ended("b", 5, 1, 7)
+    signals.first_token("c", 9, 0)
+    signals.first_token("late", 3, 1)
+    signals.first_token("of the first group", 5, 0)
+    signals.bring(9)
+    assert router.received == [
+        ("ended", "refused"),
+        ("first_token", "late"),
+        ("first_token", "of the first group"),
+        ("ended", "b"),
+        ("first_token", "c"),
+    ]
 
 
 class Decisions:

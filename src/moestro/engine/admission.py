@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from moestro.core.clock import FOREVER_NS
 from moestro.core.views import BE, LS, BatchLimits, BatchView, EvictView
-from moestro.core.work import Slots
+from moestro.core.work import Int32s, Slots
 from moestro.engine.block_pool import BlockPool
 from moestro.engine.event_recorder import EventRecorder
 from moestro.engine.host_tier import HostTier
@@ -212,6 +212,16 @@ class PolicyViews:
             clients, part = table.client[slots], self._shares.part
             return BatchView(num_left, none_waits, classes, table.num_units_in_flight, clients, part)
         return BatchView(num_left, none_waits, classes, table.num_units_in_flight)
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether plans depend on parts of several clients."""
+        return self._shares.are_needed
+
+    def alone(self, num_left: Int32s) -> BatchView:
+        """View of latency-sensitive running sequences of one client, with `num_left` tokens each, and of no others."""
+        num = len(num_left)
+        return BatchView(num_left, self._is_waiting[:num], self._all_ls[:num])
 
     def with_candidates(self, view: BatchView, candidates: list[AdmissionCandidate], now_ns: int) -> BatchView:
         """Append a row for each candidate to `view`. There are at most as many as free slots."""

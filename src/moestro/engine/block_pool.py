@@ -202,12 +202,19 @@ class BlockPool:
         freed, first = self._freed, self._first_freed
         hash_of, block_of = self._hash_of, self._block_of
         blocks: list[int] = []
-        while self._stale and len(blocks) < num_blocks:
+        stale, num_left = self._stale, num_blocks
+        while stale and num_left:
             block = freed[first]
             first += 1
-            if not self._is_stale(block):
+            num_stale = stale.get(block)
+            if num_stale is None:
                 blocks.append(block)
-        end = first + num_blocks - len(blocks)
+                num_left -= 1
+            elif num_stale == 1:
+                del stale[block]
+            else:
+                stale[block] = num_stale - 1
+        end = first + num_left
         blocks += freed[first:end]
         self._first_freed = end
         if end > self.num_blocks:
@@ -248,15 +255,6 @@ class BlockPool:
             if block_hash is not None and self._ref_count[block] == 0:
                 offered.append((block, block_hash))
         return offered
-
-    def _is_stale(self, block: int) -> bool:
-        """Whether the oldest entry of `block` is stale, and count it as taken."""
-        num_stale = self._stale.get(block, 0)
-        if num_stale > 1:
-            self._stale[block] = num_stale - 1
-        elif num_stale:
-            del self._stale[block]
-        return num_stale > 0
 
     def release(self, blocks: list[int]) -> None:
         """Remove one holder from each of a sequence's `blocks`, given in the order of its tokens.

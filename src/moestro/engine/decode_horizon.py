@@ -1,19 +1,23 @@
-"""Many decode steps at once: how far nothing is decided, and the effect of all steps up to there.
+"""Many steps at once: how far nothing is decided, and the effect of all steps up to there.
+
+A *jump* is a run of decode steps. A *leap* begins with a plan in flight that computes prompts, and decodes behind it.
 
 Only the simulator uses this file. A server schedules every step.
 """
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 import msgspec
 import numpy as np
 
 from moestro.core.clock import FOREVER_NS
 from moestro.core.request import FinishReason
-from moestro.core.views import ONE, has_true, int32
-from moestro.core.work import Int32s, Slots
+from moestro.core.views import ONE, ZERO, all_nonzero, has_true, int32, true_rows
+from moestro.core.work import Int32s, Plan, Slots
 from moestro.engine.scheduler import Scheduler
-from moestro.engine.sequences import COMPUTED, TOKENS
+from moestro.engine.sequences import CAPACITY, COMPUTED, LAST_TOKENS, TOKENS, Sequence
 from moestro.engine.steps import StepOutput
 
 _NO_OUTPUT = StepOutput()  # of most jumps; callers must not change it
@@ -67,6 +71,28 @@ class _Decodes(msgspec.Struct, eq=False, gc=False):
     next_full: int
 
 
+class Leap(msgspec.Struct, eq=False, gc=False):
+    """Coming steps in which nothing is decided: first those that compute prompts, then those in which all decode.
+
+    Attributes:
+        running: slots, all of which are in every step.
+        num_known: int32[n], known tokens before the first step.
+        chunks: for each step with prompts, int32[n], the tokens that each sequence computes. The first one is planned.
+        starts: for each of them, and for the first decode step, int32[n], tokens with KV before it.
+        first_tokens: sequences that get their first token, with the step that samples it, in the order of steps.
+        num_decode_steps: decode steps behind those, in the last of which sequences may end.
+        decodes: the sequences before the first decode step. None means that some do not decode then.
+    """
+
+    running: Slots
+    num_known: Int32s
+    chunks: list[Int32s]
+    starts: list[Int32s]
+    first_tokens: list[tuple[int, Sequence]]
+    num_decode_steps: int = 0
+    decodes: _Decodes | None = None
+
+
 class DecodeJumps:
     """Takes many decode steps of `scheduler` at once, with the same effect as single steps.
 
@@ -118,6 +144,128 @@ class DecodeJumps:
             most = min(most, min(decodes.short_after) - decodes.num_taken)
         self.computed = computed
         return Horizon(most, until_ns)
+
+    def leap(self, plan: Plan) -> Leap | None:
+        """The steps that begin with `plan`, which is in flight, as far as nothing is decided in them.
+
+        Returns:
+            None if only the plan itself is certain, as where a waiting sequence could be admitted, or where time alone
+            may change a decision.
+        """
+        scheduler, table, running = self._scheduler, self._table, self._table.running
+        if plan.units.slot is not running or not self._is_plain():
+            return None
+        if len(scheduler.waiting) and self._could_admit():
+            return None
+        growth = table.growth.take(running, axis=1)
+        known, computed, chunk = growth[TOKENS], growth[COMPUTED], plan.units.num_tokens
+        found = Leap(running, known, [], [computed], [])
+        while True:
+            computed = computed + chunk
+            left = known - computed
+            all_decode = max(left.tolist()) <= 0
+            if not all_decode and has_true(computed + ONE >= growth[LAST_TOKENS]):
+                break  # a sequence ends
+            if all_decode and not self._decode_behind(found, growth, computed):
+                break
+            found.chunks.append(chunk)
+            found.starts.append(computed)
+            if all_decode or has_true(computed >= growth[CAPACITY]):
+                break
+            view = scheduler.views.alone(np.maximum(left, ONE))
+            chunk = scheduler.batch_policy.plan(view, scheduler.limits)
+            if not all_nonzero(chunk):
+                break
+        if len(found.chunks) + found.num_decode_steps < 2:
+            return None
+        self._find_first_tokens(found)
+        return found
+
+    def _find_first_tokens(self, leap: Leap) -> None:
+        table, running, known = self._table, leap.running, leap.num_known
+        for row in true_rows(known == table.num_prompt[running]):
+            num_known = known.item(row)
+            for step, start in enumerate(leap.starts[1:]):
+                if start.item(row) >= num_known:
+                    leap.first_tokens.append((step, table.at(running.item(row))))
+                    break
+        if len(leap.first_tokens) > 1:
+            leap.first_tokens.sort(key=itemgetter(0))
+
+    def _is_plain(self) -> bool:
+        """Whether time alone changes nothing, and steps have no effect beyond tokens and blocks."""
+        state, table, scheduler = self._state, self._table, self._scheduler
+        has_extras = table.num_be or table.num_scoring or table.num_wanting_prompt_logprobs or state.num_leaving
+        return not (
+            has_extras
+            or table.num_hashed < len(table.running)
+            or scheduler.views.has_shares
+            or state.recorder is not None
+            or state.host.num_blocks
+            or self._pool.journal is not None
+        )
+
+    def _decode_behind(self, leap: Leap, growth: Int32s, computed: Int32s) -> bool:
+        """Add the decode steps behind the last step with prompts. Returns False where a sequence ends in that step.
+
+        Args:
+            growth: the columns of the table before the leap.
+            computed: int32[n], tokens with KV after the last step with prompts.
+        """
+        scheduler, num, block_size = self._scheduler, len(computed), self._table.block_size
+        _, _, ends_before, short_after, _ = (growth - computed).tolist()
+        next_end = min(ends_before)
+        if next_end <= 1:
+            return False
+        takes_all = self._takes_all_of.get(num)
+        if takes_all is None:
+            chunk = scheduler.batch_policy.plan(scheduler.views.alone(np.ones(num, np.int32)), scheduler.limits)
+            takes_all = self._takes_all_of[num] = all_nonzero(chunk)
+        most, num_free = next_end - 1, self._pool.num_free
+        if not takes_all:
+            most = 0
+        elif -(-most // block_size) * num > num_free:
+            most = steps_that_fit(computed, growth[CAPACITY] // block_size, block_size, num_free, most)
+        leap.num_decode_steps = most
+        leap.decodes = _Decodes(
+            running=leap.running,
+            first_step=scheduler.num_steps + len(leap.chunks),
+            num_taken=0,
+            computed=computed,
+            ends_before=ends_before,
+            next_end=next_end,
+            short_after=short_after,
+            next_full=0,  # known when the prompts' blocks are in the prefix cache
+        )
+        return True
+
+    def land(self, leap: Leap, num_steps: int, block_hashes: dict[int, bytes] | None = None) -> StepOutput:
+        """Apply the first `num_steps` steps of a leap, at least one.
+
+        Args:
+            block_hashes: as in `advance`.
+
+        Returns:
+            The sequences that ended in the last step, as `advance` does; first tokens are in the leap.
+        """
+        table, running, decodes = self._table, leap.running, leap.decodes
+        if block_hashes:
+            for slot, packed in block_hashes.items():
+                table.learn_hashes(slot, packed)
+        table.num_in_flight[running] = ZERO
+        table.num_units_in_flight = 0
+        num_prompt_steps = min(num_steps, len(leap.chunks))
+        computed = leap.starts[num_prompt_steps]
+        for each in leap.starts[1 : num_prompt_steps + 1]:
+            self._state.cache_full_blocks(running, each)
+        self._scheduler.num_steps += num_prompt_steps - 1
+        if decodes is not None and num_steps > num_prompt_steps:
+            decodes.next_full = min((table.next_full_at[running] - computed).tolist())
+            self._kept = decodes
+            return self.advance(num_steps - num_prompt_steps)
+        table.num_computed[running] = computed
+        table.num_tokens[running] = np.where(computed >= leap.num_known, computed + ONE, leap.num_known)
+        return _NO_OUTPUT
 
     def _all_decode(self, num: int, now_ns: int) -> bool:
         """Whether the batch policy takes all running sequences, which are `num` decodes.

@@ -122,6 +122,8 @@ class ClientShares:
 
     def _divide(self) -> None:
         """Give each client its part, because a client has come or gone."""
+        if len(self._number_of) <= 1 and not self.are_needed and len(self.part) == len(self._clients):
+            return  # the only client has come or gone, and all parts are 1
         self.part = np.ones(len(self._clients))
         weights = [self._order.weight(name_key(client)) for client in self._number_of]
         if weights:

@@ -23,7 +23,7 @@ from moestro.routing.route_queue import EngineSaturation, QueueRules, RouteQueue
 from moestro.routing.router import RouteDecision, Router
 from moestro.sim.groups.group import Ranks, Seat
 from moestro.sim.results import ANSWERED, Results
-from moestro.sim.signals import AT_ONCE, ReportedRouter, Signals, SignalSettings
+from moestro.sim.signals import AT_ONCE, NO_GROUP, ReportedRouter, Signals, SignalSettings
 
 Int64s = NDArray[np.int64]
 
@@ -317,6 +317,10 @@ class Cluster:
         self._on_arrival = on_arrival
         self._queue = queue
         self._is_look_due = False
+        self._leaping: dict[int, ClusterEngine] = {}  # those whose leap may have first tokens that are not recorded yet
+        if queue is None and not signals.channels and signals.kv_events_delay_ms is None:
+            for engine in self.engines:
+                engine.seat.may_leap = True
         if queue is not None:
             self.signals.on_report = queue.reported
         self._arrivals: Arrivals = AtTimes(np.empty(0, np.int64))
@@ -361,6 +365,11 @@ class Cluster:
         now_ns = self.world.now_ns
         if self._on_arrival is not None:
             self._on_arrival()
+        if self._leaping:
+            for engine in list(self._leaping.values()):
+                self._take_first_tokens(engine, now_ns, results)
+                if not engine.seat.first_tokens:
+                    del self._leaping[engine.number]
         self.signals.bring(now_ns)
         request, script = workload.make(row, now_ns)
         results.arrival_ns[row] = now_ns
@@ -399,7 +408,7 @@ class Cluster:
         try:
             serial = group.add(engine.index, request, script, now_ns)
         except RequestError as error:
-            self.signals.ended(request.request_id, now_ns, 0)
+            self.signals.ended(request.request_id, now_ns, NO_GROUP, 0)
             results.refused(row, error.code or error.error_type, error.message)
             self._over(row, now_ns)
             return
@@ -419,13 +428,18 @@ class Cluster:
         world, group, engines = self.world, self.groups[number], self._of_group[number]
         now_ns = world.now_ns
         for engine in engines:
-            if engine.seat.plan is not None:
-                _count_prefill(engine, engine.seat.plan, group.began_ns, now_ns, results)
+            seat = engine.seat
+            if seat.plan is not None:
+                _count_prefill(engine, seat.plan, group, now_ns, results)
+                if seat.first_tokens:
+                    self._take_first_tokens(engine, now_ns + 1, results)
         outputs = group.turn(now_ns, world.next_ns)
         for engine in engines:
             output = outputs[engine.index]
             if output.sequences:
                 self._take(engine, output, results)
+            if engine.seat.first_tokens:
+                self._leaping[engine.number] = engine
             if self.signals.reports_load:
                 self.signals.turned(engine.number, now_ns)
         if (next_ns := group.next_ns) is not None:
@@ -444,11 +458,7 @@ class Cluster:
                     if not without_token:
                         break
             for sequence in reversed(first):
-                outside_ns = self._outside.of(sequence.request.num_prompt_tokens)
-                results.first_token_ns[engine.row_of[sequence.serial]] = now_ns + outside_ns
-                self.signals.first_token(sequence.request.request_id, now_ns)
-                if self._queue is not None:
-                    self._queue.first_token(sequence.request.request_id, now_ns)
+                self._note_first_token(engine, sequence, now_ns, results)
         for ended in output.finish_reasons:
             sequence = output.sequences[ended]
             row = engine.row_of.pop(sequence.serial)
@@ -456,10 +466,26 @@ class Cluster:
             _note_end(results, row, sequence, ended_ns)
             num_prompt = sequence.request.num_prompt_tokens
             shares = ((sequence.num_cached_tokens or 0) / num_prompt, sequence.num_host_tokens / num_prompt)
-            self.signals.ended(sequence.request.request_id, now_ns, len(sequence.generated), shares)
+            self.signals.ended(sequence.request.request_id, now_ns, engine.group, len(sequence.generated), shares)
             if self._queue is not None:
                 self._queue.ended(sequence.request, len(sequence.generated))
             self._over(row, ended_ns)
+
+    def _note_first_token(self, engine: ClusterEngine, sequence: EngineSequence, at_ns: int, results: Results) -> None:
+        outside_ns = self._outside.of(sequence.request.num_prompt_tokens)
+        results.first_token_ns[engine.row_of[sequence.serial]] = at_ns + outside_ns
+        self.signals.first_token(sequence.request.request_id, at_ns, engine.group)
+        if self._queue is not None:
+            self._queue.first_token(sequence.request.request_id, at_ns)
+
+    def _take_first_tokens(self, engine: ClusterEngine, until_ns: int, results: Results) -> None:
+        """Record the first tokens of an engine's leap that were sampled before `until_ns`."""
+        first_tokens = engine.seat.first_tokens
+        while first_tokens and first_tokens[0][0] < until_ns:
+            at_ns, sequence = first_tokens.pop(0)
+            if sequence.serial in engine.without_token:
+                engine.without_token.remove(sequence.serial)
+                self._note_first_token(engine, sequence, at_ns, results)
 
 
 def _note_end(results: Results, row: int, sequence: EngineSequence, ended_ns: int) -> None:
@@ -473,9 +499,19 @@ def _note_end(results: Results, row: int, sequence: EngineSequence, ended_ns: in
     results.status[row] = ANSWERED
 
 
-def _count_prefill(engine: ClusterEngine, plan: Plan, began_ns: int, ended_ns: int, results: Results) -> None:
-    """Attribute a step's time to prefill by the share of its tokens that are prefill."""
-    num_tokens = plan.units.num_tokens.tolist()
+def _count_prefill(engine: ClusterEngine, plan: Plan, group: Ranks, now_ns: int, results: Results) -> None:
+    """Attribute the time of the steps that end now to prefill, by the share of their tokens that are prefill."""
+    leap = engine.seat.leap
+    if leap is None or group.ends is None:
+        _count_step(engine, plan.units.num_tokens.tolist(), group.began_ns, now_ns, results)
+        return
+    began_ns = group.began_ns
+    for chunk, ended_ns in zip(leap.chunks, group.ends.data, strict=False):  # an arrival may have cut the leap
+        _count_step(engine, chunk.tolist(), began_ns, ended_ns, results)
+        began_ns = ended_ns
+
+
+def _count_step(engine: ClusterEngine, num_tokens: list[int], began_ns: int, ended_ns: int, results: Results) -> None:
     total = sum(num_tokens)
     if total > len(num_tokens):
         num_prefill = total - num_tokens.count(1)

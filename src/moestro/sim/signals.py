@@ -33,6 +33,7 @@ from moestro.sim.groups.group import Ranks
 NS_PER_MS = 1_000_000
 CachedShares = tuple[float | None, float | None]  # cached part of a prompt in any tier, and copied from host memory
 UNKNOWN_SHARES: CachedShares = (None, None)
+NO_GROUP = -1  # an arrival precedes the ends of steps in its nanosecond
 
 
 class ReportChannel(StrEnum):
@@ -237,7 +238,7 @@ class Signals:
             for each in settings.channels
         ]
         self._response_delay_ns = round(settings.response_delay_ms * NS_PER_MS)
-        self._responses: deque[tuple[int, str, tuple[int, float | None, float | None] | None]] = deque()
+        self._responses: deque[tuple[int, int, str, tuple[int, float | None, float | None] | None]] = deque()
         kv_delay_ms = settings.kv_events_delay_ms
         self._kv_delay_ns = None if kv_delay_ms is None else round(kv_delay_ms * NS_PER_MS)
         if self._kv_delay_ns is not None:
@@ -247,15 +248,27 @@ class Signals:
         self._read_ns = [-1] * len(settings.channels)  # time as of which each channel was last read
         self._reported_ns = [[-1] * len(engines) for _ in settings.channels]
 
-    def first_token(self, request_id: str, now_ns: int) -> None:
-        """Send the router a request's first token."""
-        self._responses.append((now_ns + self._response_delay_ns, request_id, None))
+    def first_token(self, request_id: str, now_ns: int, group: int) -> None:
+        """Send the router a request's first token, which may be older than what other groups have sent since.
+
+        Args:
+            group: number of its engine's group. Of responses of one nanosecond, those of the first group come first.
+        """
+        responses, sent_ns = self._responses, now_ns + self._response_delay_ns
+        at = len(responses)
+        while at and responses[at - 1][:2] > (sent_ns, group):
+            at -= 1
+        responses.insert(at, (sent_ns, group, request_id, None))
 
     def ended(
-        self, request_id: str, now_ns: int, num_output_tokens: int, shares: CachedShares = UNKNOWN_SHARES
+        self, request_id: str, now_ns: int, group: int, num_output_tokens: int, shares: CachedShares = UNKNOWN_SHARES
     ) -> None:
-        """Send the router the end of a request, and the parts of its prompt that came from each tier of the cache."""
-        self._responses.append((now_ns + self._response_delay_ns, request_id, (num_output_tokens, *shares)))
+        """Send the router the end of a request, and the parts of its prompt that came from each tier of the cache.
+
+        Args:
+            group: as in `first_token`; NO_GROUP for a request that its engine refused.
+        """
+        self._responses.append((now_ns + self._response_delay_ns, group, request_id, (num_output_tokens, *shares)))
 
     def turned(self, engine: int, now_ns: int) -> None:
         """Record that an engine begins a step or jump, or becomes idle."""
@@ -273,7 +286,7 @@ class Signals:
         if self._kv_delay_ns is not None:
             self._bring_kv_events(now_ns, self._kv_delay_ns)
         while responses and responses[0][0] <= now_ns:
-            received_ns, request_id, end = responses.popleft()
+            received_ns, _, request_id, end = responses.popleft()
             if end is None:
                 router.first_token(request_id, received_ns)
             else:

@@ -2,6 +2,7 @@
 
 A *step* is schedule, launch, update. A *jump* is a run of decode steps that are all alike, as the schedulers' `horizon`
 finds them. The cost model prices its steps when the jump begins; `advance` applies their effect when the last one ends.
+A *leap* is a jump that begins with the steps of prompts, where only first tokens are of interest outside meanwhile.
 A request that arrives in between shortens the jump to the current step. Nothing has to be undone, because no state has
 changed yet. With `jump=False` every step is taken on its own; tests use it as the oracle.
 """
@@ -24,10 +25,11 @@ from moestro.cost.model import Batch, CostModel, GroupCostModel, Int64s, Ints
 from moestro.cost.priced_device import ScriptedDevice, Scripts
 from moestro.cost.tables import MeasuredCost, OtherGpuCost
 from moestro.engine.block_pool import Place
-from moestro.engine.decode_horizon import STEPWISE, DecodeJumps, Horizon, steps_without_blocks
+from moestro.engine.decode_horizon import STEPWISE, DecodeJumps, Horizon, Leap, steps_without_blocks
 from moestro.engine.host_tier import LinearPrices
 from moestro.engine.rank import FusedExecutor, Rank
 from moestro.engine.scheduler import Scheduler
+from moestro.engine.sequences import Sequence as EngineSequence
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.steps import StepOutput
 
@@ -191,12 +193,18 @@ class Seat:
         running: slots of the sequences that decode in the current jump, int64[n].
         computed: their computed tokens at its start, int32[n].
         kv_events: events of the prefix cache that no reader has taken yet. None means that the rank publishes none.
+        leap: steps from the plan on that are taken at once. None means that there are none.
+        first_tokens: end of the step and sequence of each first token of the leap, in order, until a reader takes it.
+        may_leap: whether first tokens alone are of interest outside of the rank before a leap ends.
         has_prompt_kv: whether requests enter with the KV of their prompts, as `sim.dummy_kv` describes.
         expert_pressure: load of the devices that compute the experts of the rank's tokens, over the mean device's, as
             `core.expert_pressure` defines it. None means unknown.
     """
 
-    __slots__ = ("computed", "expert_pressure", "has_prompt_kv", "kv_events", "plan", "rank", "running", "scripts")
+    __slots__ = (
+        "computed", "expert_pressure", "first_tokens", "has_prompt_kv", "kv_events", "leap", "may_leap", "plan", "rank",
+        "running", "scripts",
+    )  # fmt: skip
 
     def __init__(self, rank: Rank, scripts: Scripts) -> None:
         self.rank, self.scripts = rank, scripts
@@ -204,7 +212,9 @@ class Seat:
         self.running: Slots = _NO_SLOTS
         self.computed: Int32s = _NO_LENGTHS
         self.kv_events: deque[KvEvent] | None = None
-        self.has_prompt_kv = False
+        self.leap: Leap | None = None
+        self.first_tokens: list[tuple[int, EngineSequence]] = []
+        self.may_leap = self.has_prompt_kv = False
         self.expert_pressure: float | None = None
 
     def publish(self) -> None:
@@ -341,6 +351,9 @@ class Group:
         elif self.ends is not None:
             self.ends = self.ends[: bisect_left(self.ends.data, now_ns) + 1]
             self.next_ns = self.ends.item(-1)
+            first_tokens = self.seats[seat].first_tokens
+            while first_tokens and first_tokens[-1][0] > self.next_ns:
+                first_tokens.pop()
         return serial
 
     def turn(self, now_ns: int, until_ns: int = FOREVER_NS) -> list[StepOutput]:
@@ -361,6 +374,8 @@ class Group:
         self._has_newcomer = False
         if horizon.num_steps:
             self._jump(now_ns, horizon)
+        elif not (self.steps_together or self.seats[0].rank.has_work):
+            self.ends = self.next_ns = None
         else:
             self.ends = None
             self._begin(now_ns)
@@ -427,6 +442,8 @@ class Group:
             output = seat.rank.collect(now_ns)
             if seat.kv_events is not None:
                 seat.publish_step_ends((now_ns,))
+        elif seat.leap is not None:
+            output = self._land(seat, seat.leap, len(self.ends), now_ns)
         elif len(seat.running):
             output = self._advance(seat, len(self.ends))
         else:
@@ -434,6 +451,20 @@ class Group:
         if output.finish_reasons:
             seat.forget_ended(output)
         return output
+
+    def _land(self, seat: FusedSeat, leap: Leap, num_steps: int, now_ns: int) -> StepOutput:
+        """End a leap after `num_steps` steps."""
+        result, device, block_hashes = seat.rank.executor.poll(now_ns), seat.device, None
+        if device.num_naming:
+            assert result is not None, "the first step of the leap has ended"
+            num_prompt_steps = min(num_steps, len(leap.chunks))
+            computed = leap.starts[num_prompt_steps]
+            block_hashes = device.filled_blocks(leap.running, computed, num_steps - num_prompt_steps)
+            for row, packed in result.block_hashes.items():  # those of the first step
+                slot = leap.running.item(row)
+                block_hashes[slot] = packed + block_hashes.get(slot, b"")
+        seat.leap = None
+        return seat.jumps.land(leap, num_steps, block_hashes)
 
     def _steady(self, now_ns: int) -> Horizon:
         """Return the number of coming steps that are alike, and the time before which they must begin."""
@@ -473,6 +504,28 @@ class Group:
         self.next_ns = now_ns + self._prices.step_ns(batches)
         for device in begun:
             device.finish_at(self.next_ns)
+        if self._jumps and not self.steps_together and (seat := self.seats[0]).may_leap:
+            self._leap(seat)
+
+    def _leap(self, seat: FusedSeat) -> None:
+        """Go on behind the plan that has just begun, as far as nothing is decided."""
+        assert seat.plan is not None, "a step has begun"
+        assert self.next_ns is not None, "a step has begun"
+        leap = seat.jumps.leap(seat.plan)
+        if leap is None:
+            return
+        num_decode_steps = min(leap.num_decode_steps, _LONGEST_JUMP)
+        num_prompt_steps = len(leap.chunks)
+        ends = np.empty(num_prompt_steps + num_decode_steps, np.int64)
+        ends[0] = self.next_ns
+        for step in range(1, num_prompt_steps):
+            ends[step] = self._prices.step_ns([Batch(leap.starts[step], leap.chunks[step])])
+        if num_decode_steps:
+            ends[num_prompt_steps:] = self._prices.decode_steps_ns(leap.starts[-1:], num_decode_steps)
+        ends = np.add.accumulate(ends)
+        self.ends, self.next_ns, seat.leap = ends, ends.item(-1), leap
+        for step, sequence in leap.first_tokens:
+            seat.first_tokens.append((ends.item(step), sequence))
 
 
 class Ranks(Protocol):
