@@ -121,7 +121,7 @@ def _load(command: Sequence[str]) -> None:
 
 def _fork_children() -> None:
     """Let servers and ranks fork their child processes; each would import libraries for a quarter of a second."""
-    for name in ("moestro.text.chats.chat_template", "moestro.grammar.host"):
+    for name in ("moestro.text.child_process", "moestro.grammar.host"):
         replace_names(sys.modules[name], subprocess=SimpleNamespace(**vars(subprocess) | {"Popen": _started}))
 
 
