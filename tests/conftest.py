@@ -19,6 +19,7 @@ from support import triton_interpreter
 from support.cpu_seconds import CpuSeconds
 from support.forker import Forker
 from support.forker_process import read_on_import
+from support.freed_memory import FreedMemory
 from support.running import FAKE, REAL, Running, free_port
 
 import moestro
@@ -45,6 +46,9 @@ READ_ON_IMPORT = read_on_import(os.environ)
 
 # What the imports of all tests create stays: the collector would look through a million objects again and again.
 gc.disable()
+# Simulations allocate many objects that live long: Python's own thresholds take up to a sixth of their time.
+SELDOM = (10_000, 20, 20)
+FREED = FreedMemory()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,10 +69,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         for name in read_on_import(os.environ).keys() - READ_ON_IMPORT.keys():
             del os.environ[name]
         os.environ.update(READ_ON_IMPORT)
+        FREED.give_back()
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    gc.set_threshold(*SELDOM)
     gc.enable()
 
 

@@ -45,7 +45,7 @@ def make_worker(num_slots: int) -> FlowExecutor:
         num_chosen=1,
         num_rows=0,
         num_places=0,
-        num_guests=2 * TOKENS * NUM_HOMES,
+        num_remote_places=2 * TOKENS * NUM_HOMES,
     )
     peers = PeerSettings(worker=_WORKER, num_workers=num_workers, table=table, num_credits=2 * TOKENS)
     return FlowExecutor(NullDevice(shape, 0), make_step_policy("defrag", 1.0), 1, peers, Sink())

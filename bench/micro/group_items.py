@@ -92,7 +92,7 @@ class Group:
                 num_chosen=1,
                 num_rows=2 * TOKENS * is_home,
                 num_places=2 * TOKENS * is_home,
-                num_guests=0 if is_home else 2 * TOKENS * NUM_HOMES,
+                num_remote_places=0 if is_home else 2 * TOKENS * NUM_HOMES,
             )
             peers = PeerSettings(worker=worker, num_workers=num_workers, table=table, num_credits=2 * TOKENS)
             self.devices.append(NullDevice(shape, worker))

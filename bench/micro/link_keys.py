@@ -49,7 +49,7 @@ def make_pair(addresses: tuple[ListenAddress, ListenAddress]) -> tuple[PeerLinks
     made = []
     for worker, address in enumerate(addresses):
         limits = HopLimits(
-            worker=worker, num_workers=2, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_guests=9
+            worker=worker, num_workers=2, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_remote_places=9
         )
         made.append(PeerLinks(Hello(worker, 0), address, BytesFrames(), limits))
     home, expert = made

@@ -53,7 +53,7 @@ class End:
             num_chosen=1,
             num_slots=1,
             num_places=max(ROWS),
-            num_guests=max(ROWS),
+            num_remote_places=max(ROWS),
         )
         frames = TorchFrames(SimpleNamespace(vector_form=(HIDDEN_SIZE, torch.float32)))
         settings = TwoPhase(given_limit=WAYS[way], channels=TensorChannels("127.0.0.1"))

@@ -22,12 +22,12 @@ from moestro.config.run_record import run_record
 from moestro.core.hashing import hash_key
 from moestro.workload.generated.sessions import CHAT, SHAPES, generate, steady_rows
 from moestro.workload.rows import RequestForm, RequestMaker, Rows, equal_rows
-from moestro.workload.statistics import Statistics, measure
 from moestro.workload.traces.reading import read_trace
 from moestro.workload.traces.servegen import Span, draw_requests, read_clients
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.results import make_parser, save
+from shared.workload_statistics import Statistics, measure
 
 SEEDS, REPEATS = range(5), 5
 TRACES = {  # name -> block size of the unlimited cache

@@ -199,9 +199,9 @@ def test_the_host_prepares_one_item_after_another():
     assert stages.ready_at_ns() - first == slow.expert_ns
 
 
-def test_a_worker_without_attention_has_experts_and_guests_alone():
-    shape = worker_shape(COST.network, num_slots=2, num_guests=512)
-    assert (shape.num_rows, shape.num_places, shape.num_experts, shape.num_guests) == (0, 0, 2, 512)
+def test_a_worker_without_attention_has_experts_and_remote_tokens_alone():
+    shape = worker_shape(COST.network, num_slots=2, num_remote_places=512)
+    assert (shape.num_rows, shape.num_places, shape.num_experts, shape.num_remote_places) == (0, 0, 2, 512)
     assert shape.num_chosen == 2
     stages = PricedStages(COST, StageSetup(shape=shape, block_size=16))
     stages.launch(experts([7, 1]), 0)

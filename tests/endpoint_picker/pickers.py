@@ -19,7 +19,8 @@ import grpc.aio
 from gateway.rig import looped
 from google.protobuf.struct_pb2 import Struct
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.running import MOESTRO, PATIENCE_S, free_port
+from support.forker import ForkedProgram
+from support.running import MOESTRO, PATIENCE_S, free_port, start_process
 
 from moestro.gateway.picker.ext_proc_pb2 import (
     HeaderMap,
@@ -154,7 +155,9 @@ class Stream:
 class Picker:
     """A running picker."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, admin_port: int, http_port: int) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes] | ForkedProgram, port: int, log: Path, admin_port: int, http_port: int
+    ) -> None:
         self.process, self.port, self.log = process, port, log
         self.admin_port, self.http_port = admin_port, http_port
 
@@ -213,9 +216,9 @@ async def health_of(channel: grpc.aio.Channel, name: str) -> str:
     return health_pb2.HealthCheckResponse.ServingStatus.Name(checked.status)
 
 
-def start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes] | ForkedProgram:
     with log.open("wb") as out:
-        return subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {"COLUMNS": "120"})
+        return start_process(command, out.fileno(), os.environ | {"COLUMNS": "120"})
 
 
 @contextlib.asynccontextmanager

@@ -12,11 +12,11 @@ from support.fake_stages import expected_tokens, make_shape
 from moestro.core.experts.expert_table import ExpertTable, spread_evenly
 from moestro.core.request import ServiceClass
 from moestro.core.stages import REPLY, Hop, HopMessage, StageShape
-from moestro.flow.admission import GuestDesk
+from moestro.flow.admission import ReceiveSide
 from moestro.flow.dispatcher import Dispatcher, PeerSettings
-from moestro.flow.guests import Guests
 from moestro.flow.micro_queues import MicroQueues
 from moestro.flow.policies.one_queue import in_order
+from moestro.flow.remote_tokens import RemoteTokens
 from moestro.flow.token_pool import TokenPool
 
 SHAPE = make_shape(8, num_chosen=3)
@@ -136,26 +136,31 @@ def peers(worker: int, **settings) -> PeerSettings:
 def test_messages_of_a_home_that_started_again_are_accepted():
     """Its messages are numbered from 0 again, so without a larger epoch they would count as repeated."""
     shape = StageShape(
-        is_sparse=IS_SPARSE, num_experts=NUM_EXPERTS, num_chosen=1, num_rows=4, num_places=4, num_guests=4
+        is_sparse=IS_SPARSE, num_experts=NUM_EXPERTS, num_chosen=1, num_rows=4, num_places=4, num_remote_places=4
     )
-    pool, guests = TokenPool(shape), Guests(4, 4, 3)
-    desk = GuestDesk(peers(1), guests, MicroQueues(shape, pool, guests))
+    pool, remote = TokenPool(shape), RemoteTokens(4, 4, 3)
+    receiver = ReceiveSide(peers(1), remote, MicroQueues(shape, pool, remote))
     one = np.zeros(1, np.int32)
     for incarnation in (0, 1):
         home = Dispatcher(peers(0, incarnation=incarnation), TokenPool(shape))
         _, sends = home.dispatch(0, np.zeros(1, np.int64), one, one[:, None])
-        desk.take(sends[0].message, 0)
-    assert desk.num_dropped == 0
-    desk.take(sends[0].message, 0)
-    assert desk.num_dropped == 1, "it was repeated"
+        receiver.take(sends[0].message, 0)
+    assert receiver.num_dropped == 0
+    receiver.take(sends[0].message, 0)
+    assert receiver.num_dropped == 1, "it was repeated"
 
 
-def guest_desk(num_guests: int) -> GuestDesk:
+def receive_side(num_remote_places: int) -> ReceiveSide:
     shape = StageShape(
-        is_sparse=IS_SPARSE, num_experts=NUM_EXPERTS, num_chosen=1, num_rows=4, num_places=4, num_guests=num_guests
+        is_sparse=IS_SPARSE,
+        num_experts=NUM_EXPERTS,
+        num_chosen=1,
+        num_rows=4,
+        num_places=4,
+        num_remote_places=num_remote_places,
     )
-    pool, guests = TokenPool(shape), Guests(4, num_guests, 3)
-    return GuestDesk(peers(1), guests, MicroQueues(shape, pool, guests))
+    pool, remote = TokenPool(shape), RemoteTokens(4, num_remote_places, 3)
+    return ReceiveSide(peers(1), remote, MicroQueues(shape, pool, remote))
 
 
 def dispatch_of(incarnation: int, num_tokens: int = 1) -> HopMessage:
@@ -176,22 +181,22 @@ def entries(count: int) -> int:
 
 def test_a_dispatch_of_a_home_s_former_life_is_dropped():
     """It was under way when the home started again; its home waits for none of its tokens."""
-    desk = guest_desk(num_guests=4)
-    desk.take(dispatch_of(1), 0)
-    assert len(desk.let_in(entries)) == 1
-    desk.take(dispatch_of(0), 0)
-    assert desk.num_dropped == 1
-    assert desk.let_in(entries) == []
+    receiver = receive_side(num_remote_places=4)
+    receiver.take(dispatch_of(1), 0)
+    assert len(receiver.admit(entries)) == 1
+    receiver.take(dispatch_of(0), 0)
+    assert receiver.num_dropped == 1
+    assert receiver.admit(entries) == []
 
 
 def test_a_dispatch_that_waits_for_places_goes_when_its_home_starts_again():
-    desk = guest_desk(num_guests=3)
-    desk.take(dispatch_of(0, num_tokens=2), 0)
-    assert len(desk.let_in(entries)) == 1
-    desk.take(with_hop(dispatch_of(0, num_tokens=2), seq=1), 0)
-    assert desk.let_in(entries) == [], "two places are missing"
-    desk.take(dispatch_of(1), 0)
-    [store] = desk.let_in(entries)
+    receiver = receive_side(num_remote_places=3)
+    receiver.take(dispatch_of(0, num_tokens=2), 0)
+    assert len(receiver.admit(entries)) == 1
+    receiver.take(with_hop(dispatch_of(0, num_tokens=2), seq=1), 0)
+    assert receiver.admit(entries) == [], "two places are missing"
+    receiver.take(dispatch_of(1), 0)
+    [store] = receiver.admit(entries)
     assert len(store.places) == 1, "the message of the former life would take two"
 
 

@@ -17,7 +17,7 @@ from moestro.flow.token_pool import TokenPool
 
 NUM_PLACES = 64
 SHAPE = StageShape(
-    is_sparse=IS_SPARSE, num_experts=0, num_chosen=2, num_rows=NUM_PLACES, num_places=NUM_PLACES, num_guests=0
+    is_sparse=IS_SPARSE, num_experts=0, num_chosen=2, num_rows=NUM_PLACES, num_places=NUM_PLACES, num_remote_places=0
 )
 TABLE = spread_evenly(len(IS_SPARSE), NUM_EXPERTS, [1], 2)
 

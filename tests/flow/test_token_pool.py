@@ -10,7 +10,7 @@ from moestro.core.stages import StageShape
 from moestro.core.views import BE, LS
 from moestro.flow.token_pool import TokenPool
 
-SHAPE = StageShape(is_sparse=IS_SPARSE, num_experts=4, num_chosen=2, num_rows=8, num_places=8, num_guests=0)
+SHAPE = StageShape(is_sparse=IS_SPARSE, num_experts=4, num_chosen=2, num_rows=8, num_places=8, num_remote_places=0)
 
 
 def test_units_that_entered_together_are_not_earlier_than_each_other():

@@ -1,4 +1,4 @@
-"""Classes on an expert worker: what urgent guests take back, and which guests they pass over."""
+"""Classes on an expert worker: what urgent remote tokens take back, and which ones they pass over."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.events import Arrived, Done, Launch, Tick, Withdraw
 from moestro.flow.policies.one_queue import in_order
 
-SHAPE = StageShape(is_sparse=IS_SPARSE, num_experts=NUM_EXPERTS, num_chosen=1, num_rows=0, num_places=0, num_guests=64)
+SHAPE = StageShape(
+    is_sparse=IS_SPARSE, num_experts=NUM_EXPERTS, num_chosen=1, num_rows=0, num_places=0, num_remote_places=64
+)
 
 
 class Worker:
@@ -52,7 +54,7 @@ class Worker:
         ([(LS, 0), (LS, 3)], False),
     ],
 )
-def test_urgent_guests_withdraw_only_what_has_batches_of_best_effort_alone(running, withdraws):
+def test_urgent_remote_tokens_withdraw_only_what_has_batches_of_best_effort_alone(running, withdraws):
     worker = Worker()
     worker.arrive(*running)
     worker.launch()
@@ -61,7 +63,7 @@ def test_urgent_guests_withdraw_only_what_has_batches_of_best_effort_alone(runni
     assert worker.core.pass_counts.num_withdrawals == withdraws
 
 
-def test_a_stream_of_urgent_guests_withdraws_a_mixed_batch_not_even_once():
+def test_a_stream_of_urgent_remote_tokens_withdraws_a_mixed_batch_not_even_once():
     worker = Worker()
     worker.arrive((BE, 0), (LS, 0), (BE, 4), home=2)
     worker.arrive((LS, 4))
@@ -71,7 +73,7 @@ def test_a_stream_of_urgent_guests_withdraws_a_mixed_batch_not_even_once():
     assert worker.core.pass_counts.num_withdrawals == 0
 
 
-def test_best_effort_guests_withdraw_nothing():
+def test_best_effort_remote_tokens_withdraw_nothing():
     worker = Worker()
     worker.arrive((BE, 0), (LS, 1))
     worker.launch()
@@ -80,7 +82,7 @@ def test_best_effort_guests_withdraw_nothing():
 
 
 @pytest.mark.parametrize(("be_first", "home", "passed_us"), [(True, 2, 70), (True, 0, 70), (False, 2, 0)])
-def test_a_guest_is_passed_over_by_what_arrives_after_it_from_whatever_home(be_first, home, passed_us):
+def test_a_remote_token_is_passed_over_by_what_arrives_after_it_from_whatever_home(be_first, home, passed_us):
     """The order of arrival at this worker decides, because entries into the network are dated by other clocks."""
     worker = Worker()
     dispatches = [(BE, home), (LS, 0)] if be_first else [(LS, 0), (BE, home)]
@@ -88,7 +90,7 @@ def test_a_guest_is_passed_over_by_what_arrives_after_it_from_whatever_home(be_f
         worker.arrive((service_class, service_class), home=src)
     worker.core._policy = StepFunction(lambda view, now_ns: Run(0, 1, 99, (LS,)))
     item = worker.launch()
-    assert item.places.tolist() == [worker.core._guests.entries_at(np.array([0, 1])).argsort()[int(be_first)]]
+    assert item.places.tolist() == [worker.core._remote.entries_at(np.array([0, 1])).argsort()[int(be_first)]]
     worker.core.on_event(worker.now_ns + 70_000, Done(ExpertsDone(1)))
     assert worker.core._queues.table().passed_ns.max() == passed_us * 1000
 

@@ -338,20 +338,18 @@ async def rig(
     `listed`: the engines are started already, and come from a list. `engine` has the addresses of further engines that
     the caller has started. `peer_name` is the router's name among others.
     """
-    for engine in () if listed else engines:
-        await engine.start()
-    own = () if listed else tuple(f"{engine.name}=http://127.0.0.1:{engine.port}" for engine in engines)
-    urls = settings.pop("engine", ()) + own
-    given = settings_of(engine=urls, **settings)
-    faults = Faults()
-    try:
+    with contextlib.ExitStack() as started:
+        for engine in engines:
+            if not listed:
+                await engine.start()
+            started.callback(engine.die)
+        own = () if listed else tuple(f"{engine.name}=http://127.0.0.1:{engine.port}" for engine in engines)
+        urls, faults = settings.pop("engine", ()) + own, Faults()
+        given = settings_of(engine=urls, **settings)
         async with open_sink(given.tracing, "moestro-route") as sink:
             app = assemble(given, reading_of(given.routing), faults, sink, peer_name)
             async with running(app, faults, urls, is_up=is_up) as made:
                 yield made
-    finally:
-        for engine in engines:
-            engine.die()
 
 
 @contextlib.asynccontextmanager

@@ -222,3 +222,12 @@ async def test_a_connect_limit_that_takes_effect_late_is_not_held_against_the_en
         lateness.append(0.0)
         with pytest.raises(TimeoutError):
             await pool.connect()
+
+
+@looped
+async def test_engines_of_a_test_with_a_wrong_setting_end():
+    engine = FakeEngine("e")
+    with pytest.raises(AssertionError, match="no such setting"):
+        async with rig(engine, no_such_setting=1):
+            pass
+    assert not engine.server.is_serving()

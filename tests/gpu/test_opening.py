@@ -37,7 +37,7 @@ def _share(worker: int) -> WorkerShare:
         slots = np.arange(num_experts, dtype=np.int32).reshape(2, 1, -1).repeat(num_layers, axis=1)
         return ExpertTable(0, slots, num_experts, np.ones(2, np.bool_))
 
-    return WorkerShare(worker=worker, make_table=table, num_guests=8)
+    return WorkerShare(worker=worker, make_table=table, num_remote_places=8)
 
 
 OPENINGS = {

@@ -25,7 +25,7 @@ from moestro.grammar import host_process
 from moestro.grammar.backend import MAX_SLOW, MaskBackend, WaitAllowance
 from moestro.grammar.compiler import GrammarCompiler, VocabularySource
 from moestro.grammar.host_process import compute_masks
-from moestro.text.chats.chat_template import write_message
+from moestro.text.child_process import write_message
 
 VOCABULARY = 50
 NONE = np.empty(0, np.int32)

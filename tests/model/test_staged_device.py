@@ -11,14 +11,14 @@ from support.torch_stages import NO_MERGES, finish, make_merges, make_staged_dev
 from moestro.core.stages import Attention, Experts, Passage, Sample
 from moestro.model.staged.arena import Arena
 
-NUM_TOKENS, NUM_PLACES, NUM_GUESTS = 5, 6, 7
+NUM_TOKENS, NUM_PLACES, NUM_REMOTE_PLACES = 5, 6, 7
 ROWS = np.arange(NUM_TOKENS, dtype=np.int32)
 
 
 def make_device(checkpoint, dtype: str = "float32", name: str = "qwen3_moe"):
     network = tiny.load(checkpoint(name), dtype=dtype)
     return make_staged_device(
-        network, drive.BLOCK_SIZE, 8, num_rows=NUM_TOKENS, num_places=NUM_PLACES, num_guests=NUM_GUESTS
+        network, drive.BLOCK_SIZE, 8, num_rows=NUM_TOKENS, num_places=NUM_PLACES, num_remote_places=NUM_REMOTE_PLACES
     )
 
 
@@ -28,7 +28,7 @@ def noise(device, *sizes: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize(
-    "places", [[0, 1, 2], [5, 6, 7], [12, 3, 0, 7], [4]], ids=["own", "own and guests", "mixed", "one"]
+    "places", [[0, 1, 2], [5, 6, 7], [12, 3, 0, 7], [4]], ids=["own", "own and remote", "mixed", "one"]
 )
 def test_stored_rows_are_read_unchanged(dtype, places, checkpoint):
     device = make_device(checkpoint, dtype)
@@ -59,7 +59,7 @@ def test_no_rows_are_stored_and_read(checkpoint):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_experts_of_another_device_give_the_same_token(dtype, checkpoint):
-    """Inputs travel to guest places of a second device, and its answers travel back, in every layer."""
+    """Inputs travel to remote places of a second device, and its answers travel back, in every layer."""
     home, helper = make_device(checkpoint, dtype), make_device(checkpoint, dtype)
     units = drive.make_units([(0, [7, 8, 9, 10, 11])], np.array([[0, 1]]), sampling=drive.greedy(num_logprobs=2))
     passage = Passage(0, home.shape.num_layers + 1, units, ROWS, ROWS, NO_MERGES)
@@ -67,12 +67,12 @@ def test_experts_of_another_device_give_the_same_token(dtype, checkpoint):
     for layer in range(home.shape.num_layers):
         places = np.random.default_rng(layer).permutation(NUM_PLACES)[:NUM_TOKENS].astype(np.int32)
         ids = finish(home, Attention(layer, units, ROWS, places, merges)).topk_ids
-        guests = NUM_PLACES + 1 + ROWS
-        helper.store_inputs(guests, home.read_inputs(places))
+        remote = NUM_PLACES + 1 + ROWS
+        helper.store_inputs(remote, home.read_inputs(places))
         token, choice = np.divmod(ids.reshape(-1).argsort(kind="stable").astype(np.int32), ids.shape[1])
         experts, counts = np.unique(ids, return_counts=True)
-        finish(helper, Experts(layer, experts, counts.astype(np.int32), guests[token], choice))
-        home.store_contributions(places[token], choice, helper.read_contributions(guests[token], choice))
+        finish(helper, Experts(layer, experts, counts.astype(np.int32), remote[token], choice))
+        home.store_contributions(places[token], choice, helper.read_contributions(remote[token], choice))
         merges = make_merges([(ROWS, places)])
     result = finish(home, Sample(units, ROWS, merges))
     assert result.token_ids.tolist() == alone.token_ids.tolist()

@@ -25,11 +25,11 @@ BUDGET = 24
 LAYERS, EXPERTS = 3, 8  # of qwen3_moe
 
 
-def share_of(worker: int, holders: list[int], num_guests: int = 5) -> WorkerShare:
+def share_of(worker: int, holders: list[int], num_remote_places: int = 5) -> WorkerShare:
     def make_table(num_layers: int, num_experts: int) -> ExpertTable:
         return spread_evenly(num_layers, num_experts, holders, 4)
 
-    return WorkerShare(worker=worker, make_table=make_table, num_guests=num_guests)
+    return WorkerShare(worker=worker, make_table=make_table, num_remote_places=num_remote_places)
 
 
 def tensor_bytes() -> int:
@@ -49,9 +49,9 @@ def test_a_dense_network_runs_in_stages_with_units_of_many_tokens(checkpoint):
 def test_workers_have_the_slots_of_their_row(checkpoint):
     settings = tiny.settings_of(checkpoint("qwen3_moe"))
     home, info = open_staged_device(settings, BUDGET, share=share_of(0, [2, 3]))
-    assert (home.shape.num_experts, home.shape.num_guests, info.num_experts) == (0, 5, EXPERTS)
+    assert (home.shape.num_experts, home.shape.num_remote_places, info.num_experts) == (0, 5, EXPERTS)
     both, _ = open_staged_device(settings, BUDGET, share=share_of(1, [0, 1, 2]))
-    assert (both.shape.num_experts, both.shape.num_guests) == (3, 5)
+    assert (both.shape.num_experts, both.shape.num_remote_places) == (3, 5)
     expert, info = open_expert_device(settings, share_of(3, [2, 3]))
     assert (expert.shape.num_experts, expert.shape.num_rows, expert.shape.num_places) == (4, 0, 0)
     assert (info.num_experts, info.num_blocks, info.num_layers) == (EXPERTS, 0, LAYERS)
@@ -89,11 +89,11 @@ def test_what_a_worker_does_not_own_is_freed(checkpoint):
     others = sum(each.nbytes for each in network.model.parameters()) - experts
     del network
     start = tensor_bytes()
-    expert, _ = open_expert_device(settings, share_of(3, [2, 3], num_guests=0))
+    expert, _ = open_expert_device(settings, share_of(3, [2, 3], num_remote_places=0))
     assert 0 <= tensor_bytes() - start - experts // 2 < 2000  # counts and other small tensors
     del expert
     assert tensor_bytes() == start
-    home, _ = open_staged_device(settings, BUDGET, share=share_of(0, [2, 3], num_guests=0))
+    home, _ = open_staged_device(settings, BUDGET, share=share_of(0, [2, 3], num_remote_places=0))
     held = sum(each.nbytes for each in home.pools.blocks()) + BUDGET * 2 * sum(
         (home.staged.token_form(3).row_bytes, home.staged.token_form(3).place_bytes)
     )

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from support.running import call, has_ended, wait_until
+from support.running import call, has_ended, ranks_of, wait_until
 
 from moestro import LLM, SamplingParams
 from moestro.errors import ConfigError, EngineDiedError, RequestError
@@ -36,14 +36,9 @@ def heeds_interrupts() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM(dtype="float32", kv_cache_memory_bytes=100_000_000) as llm:
-        processes = engine_processes(llm)
+        processes = ranks_of(llm._server.process_id)
         yield llm
     assert psutil.wait_procs(processes, timeout=30)[1] == []
-
-
-def engine_processes(llm: LLM) -> list[psutil.Process]:
-    children = psutil.Process(llm._server.process_id).children(recursive=True)
-    return [each for each in children if "moestro.worker" in " ".join(each.cmdline())]
 
 
 def reply_of(server, path: str, **fields: object) -> dict:
@@ -150,14 +145,15 @@ def test_it_works_where_an_event_loop_runs(llm):
 
 
 def test_prompts_survive_the_end_of_their_engine(llm):
-    before = llm.generate(PROMPTS, GREEDY)
-    engine = engine_processes(llm)[0]
+    prompts = PROMPTS[:20]
+    before = llm.generate(prompts, GREEDY)
+    engine = ranks_of(llm._server.process_id)[0]
     threading.Timer(0.1, engine.kill).start()
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    outputs = llm.generate(PROMPTS, params)
+    outputs = llm.generate(prompts, params)
     engine.wait(300)
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [64] * len(PROMPTS)
-    assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)] == [
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [64] * len(prompts)
+    assert [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)] == [
         output.outputs[0].token_ids for output in before
     ]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -28,9 +29,19 @@ from moestro.native.compiler import PLACEMENT_KERNEL
 from moestro.placement.contract import PlaceLimits, PlaceView, even_devices, origins_of
 from moestro.placement.kernel.choice import kernel_search, search_kernel, without_kernel
 from moestro.placement.policies.moestro import MoestroPlacement
+from moestro.placement.search import search
 from moestro.placement.search.problem import present_packing, problem_of
 from moestro.placement.search.replicas import _exponentials, copy_counts, share_out
-from moestro.placement.search.search import SMALL
+
+# Slots up to which a problem gets several starts in `small_bound`; with the 2,048 of the product plain plans take long.
+SMALL = 256
+
+
+@contextmanager
+def small_bound() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "SMALL", SMALL)
+        yield
 
 
 def check(view: PlaceView, policy: MoestroPlacement | None = None) -> ExpertTable:
@@ -85,6 +96,7 @@ def large_views(draw) -> PlaceView:
 
 @settings(max_examples=40)
 @given(large_views(), st.sampled_from([0, 1]), st.booleans())
+@small_bound()
 def test_plans_are_equal(view, weighted, has_drifted):
     policy = MoestroPlacement(weighted=weighted)
     table = check(view, policy)
@@ -106,6 +118,7 @@ def test_plans_with_many_slots_are_equal(num_experts, num_slots):
 
 
 @pytest.mark.parametrize("num_slots", [5, 4])
+@small_bound()
 def test_plans_for_many_devices_are_equal(num_slots):
     num_layers = SMALL // (32 * num_slots) + 1  # too large for several starts
     view = first_view(sticky_load(zipf_shares(num_layers, 128, 0.6), 32, 8), num_slots, 8)

@@ -52,7 +52,7 @@ class FakeGroup(LinkedGroup):
                 num_chosen=num_chosen,
                 num_rows=3 * BUDGET if is_home else 0,
                 num_places=2 * BUDGET if is_home else 0,
-                num_guests=num_credits * num_homes,
+                num_remote_places=num_credits * num_homes,
             )
             device = FakeStages(shape, 64, BLOCK_SIZE, 3 if ahead > 1 else None)
             device.num_logical, device.logical_of = table.num_experts, table.logical_of[worker]

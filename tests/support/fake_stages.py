@@ -102,7 +102,7 @@ class FakeStages:
         self.kv = np.zeros((shape.num_layers, num_blocks, block_size), U64)
         self.host = np.zeros((shape.num_layers, num_host_blocks, block_size), U64)
         self.state = np.zeros(shape.num_rows, U64)
-        num_places = shape.num_places + shape.num_guests
+        num_places = shape.num_places + shape.num_remote_places
         self.attended = np.zeros(num_places, U64)
         self.chosen = np.zeros((num_places, shape.num_chosen), np.int32)
         self.contributions = np.zeros((num_places, shape.num_chosen), U64)

@@ -31,6 +31,7 @@ Program = Callable[[], NoReturn]
 _PYTHON, _MOESTRO = sys.executable, str(Path(sys.executable).with_name("moestro"))
 _SERVERS = ("moestro.cli", "moestro.server.server", "moestro.gateway.server", "moestro.worker.paced_worker")
 _CHILDREN = ("moestro.text.chats.template_worker", "moestro.grammar.host_process")  # of servers and ranks
+_OWNED_SERVER = ("-m", "moestro.cli.owned_server")
 _NETWORKS = ("moestro.worker.network_rank", "moestro.worker.worker")
 # Variables that libraries read when they are loaded. A program that needs other values runs in a process of its own.
 _READ_ON_IMPORT = ("CUDA", "HF_", "LD_", "MKL", "OMP_", "PATH", "PYTHON", "RAY", "TORCH", "TRANSFORMERS", "TRITON")
@@ -98,7 +99,8 @@ def _send(client: socket.socket, text: str) -> None:
 def _refusal(request: Mapping[str, Any], given: Mapping[str, str]) -> str:
     """Why a program has to run in a process of its own; empty if a fork can run it."""
     command = request["command"]
-    if command[0] != _MOESTRO and not (command[0] == _PYTHON and command[1].endswith(".py")):
+    is_owned = tuple(command[1:3]) == _OWNED_SERVER
+    if command[0] != _MOESTRO and not (command[0] == _PYTHON and (is_owned or command[1].endswith(".py"))):
         return f"it is not a program of {_PYTHON}"
     others = sorted(name for name, _ in given.items() ^ read_on_import(request["environment"]).items())
     return f"other values of {', '.join(dict.fromkeys(others))}" if others else ""
@@ -110,7 +112,8 @@ def _serves(command: Sequence[str]) -> bool:
 
 def _load(command: Sequence[str]) -> None:
     """Load the libraries that a program and its ranks need, unless they are loaded."""
-    has_networks = _serves(command) and command[0] == _MOESTRO and "none" not in command
+    is_fake = command[0] == _PYTHON and command[1] != "-m"
+    has_networks = _serves(command) and not is_fake and {"none", "--paced-arithmetic=none"}.isdisjoint(command)
     for name in (*_SERVERS, *_CHILDREN, *(_NETWORKS if has_networks else ())):
         importlib.import_module(name)
     if has_networks:
@@ -121,7 +124,7 @@ def _load(command: Sequence[str]) -> None:
 
 def _fork_children() -> None:
     """Let servers and ranks fork their child processes; each would import libraries for a quarter of a second."""
-    for name in ("moestro.text.chats.chat_template", "moestro.grammar.host"):
+    for name in ("moestro.text.child_process", "moestro.grammar.host"):
         replace_names(sys.modules[name], subprocess=SimpleNamespace(**vars(subprocess) | {"Popen": _started}))
 
 

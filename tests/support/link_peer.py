@@ -41,7 +41,7 @@ class ByteFrames:
 def make_links(directory, worker: int, launch: int, width: int, inline_limit: int = 0) -> PeerLinks:
     """The links of one of two workers: a home, number 0, and a worker with experts, number 1."""
     limits = HopLimits(
-        worker=worker, num_workers=2, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_guests=9
+        worker=worker, num_workers=2, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_remote_places=9
     )
     way = TwoPhase(given_limit=inline_limit, channels=TensorChannels("127.0.0.1"))
     return PeerLinks(

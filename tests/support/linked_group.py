@@ -83,7 +83,7 @@ class LinkedGroup:
             assert core.num_plans == core.num_launched == core._queues.num_waiting == 0
             assert core._pool.num_free_rows == core.shape.num_rows, "a row leaked"
             assert core._pool.num_free_places == core.shape.num_places, "a place leaked"
-            assert core._guests.num_free == core.shape.num_guests, "a guest leaked"
+            assert core._remote.num_free == core.shape.num_remote_places, "a remote token leaked"
 
 
 def serve(group: LinkedGroup, requests: list, *, abort_share: float = 0.0) -> dict[str, list[int]]:

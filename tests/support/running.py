@@ -57,7 +57,7 @@ class Running:
         self.log = directory / "log"
         environment = os.environ | {"TMPDIR": str(directory), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
         with self.log.open("wb") as log:
-            self.process = _start([*command, "--port", "0"], log.fileno(), environment, forked=forked)
+            self.process = start_process([*command, "--port", "0"], log.fileno(), environment, forked=forked)
         self.url = self._wait_until_ready() if wait else ""
 
     def _wait_until_ready(self) -> str:
@@ -80,13 +80,7 @@ class Running:
 
     def processes(self) -> list[psutil.Process]:
         """All that it has started and their children, which run."""
-        found, left = [], [self.process.pid]
-        while left:
-            for child in sorted(children_of(left.pop())):
-                with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-                    found.append(psutil.Process(child))
-                    left.append(child)
-        return found
+        return processes_of(self.process.pid)
 
     def renderers(self) -> list[psutil.Process]:
         """Those that render chat templates."""
@@ -94,7 +88,7 @@ class Running:
 
     def ranks(self) -> list[psutil.Process]:
         """The engines, without the process on standby that forks them, and without what has ended or just begins."""
-        return [each for each in self.processes() if (found := _arguments(each)) and found.isdisjoint(_NO_RANKS)]
+        return ranks_of(self.process.pid)
 
     def workers(self) -> dict[str, psutil.Process]:
         """The workers of a group that run, by name: `attention-0`, `experts-1`."""
@@ -126,9 +120,26 @@ class Running:
         self.process.wait()
 
 
-def _start(
-    command: Sequence[str], log: int, environment: Mapping[str, str], *, forked: bool
+def processes_of(pid: int) -> list[psutil.Process]:
+    """All processes that a process has started and their children, which run."""
+    found, left = [], [pid]
+    while left:
+        for child in sorted(children_of(left.pop())):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                found.append(psutil.Process(child))
+                left.append(child)
+    return found
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    """The engines of a server, as in `Running.ranks`."""
+    return [each for each in processes_of(pid) if (found := _arguments(each)) and found.isdisjoint(_NO_RANKS)]
+
+
+def start_process(
+    command: Sequence[str], log: int, environment: Mapping[str, str], *, forked: bool = True
 ) -> subprocess.Popen[bytes] | ForkedProgram:
+    """Start a program that writes to the descriptor `log`. `forked`: as in `Running`, if the forker runs it."""
     if forked:
         with contextlib.suppress(OSError), Path(os.devnull).open() as devnull:
             return ForkedProgram(command, (devnull.fileno(), log, log), environment)

@@ -56,8 +56,8 @@ class TorchGroup(LinkedGroup):
                 tables.append(scatter(seeded, sizes, layout.holders, num_workers, layout.num_copies))
                 return tables[0]
 
-            num_guests = layout.num_credits * layout.num_homes
-            share = WorkerShare(worker=worker, make_table=make_table, num_guests=num_guests)
+            num_remote_places = layout.num_credits * layout.num_homes
+            share = WorkerShare(worker=worker, make_table=make_table, num_remote_places=num_remote_places)
             if worker < layout.num_homes:
                 device, _ = open_staged_device(settings, BUDGET, share=share)
                 device._runner._experts._piece_bytes = 1  # so that it can stop between any two experts

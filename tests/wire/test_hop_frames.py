@@ -21,7 +21,7 @@ from moestro.wire.hop_frames import (
     encode_notice,
 )
 
-LIMITS = HopLimits(worker=2, num_workers=4, num_layers=3, num_chosen=2, num_slots=4, num_places=16, num_guests=8)
+LIMITS = HopLimits(worker=2, num_workers=4, num_layers=3, num_chosen=2, num_slots=4, num_places=16, num_remote_places=8)
 
 
 class Numbers:
@@ -120,7 +120,7 @@ def test_a_message_without_a_tensor_has_an_empty_frame():
         ({"layer": -1}, "out of bounds"),
         ({"seq": -1}, "out of bounds"),
         ({"credits": -1}, "out of bounds"),
-        ({"num_rows": 9}, "9 guests"),
+        ({"num_rows": 9}, "9 remote tokens"),
         ({"num_rows": 4}, "not in order"),
         ({"kind": 2}, "kind 2"),
         ({"dtype": "bfloat16"}, "tensor of 'bfloat16'"),

@@ -25,8 +25,8 @@ from moestro.worker.paced_group import (
     OpenedStep,
     PacedGroupDevice,
     PricedStep,
-    StepGuest,
     StepHost,
+    StepMember,
     _keyed_batch,
     make_step_pricer,
 )
@@ -57,23 +57,23 @@ def specs() -> Iterator[list[LockStepSpec]]:
 
 
 @pytest.fixture
-def ranks(specs) -> Iterator[list[StepHost | StepGuest]]:
+def ranks(specs) -> Iterator[list[StepHost | StepMember]]:
     """All ranks of a group; a real one has a process for each."""
-    made: dict[int, StepHost | StepGuest] = {}
-    guests = threading.Thread(
-        target=lambda: made.update({rank: StepGuest(specs[rank], rank) for rank in range(1, NUM_RANKS)})
+    made: dict[int, StepHost | StepMember] = {}
+    members = threading.Thread(
+        target=lambda: made.update({rank: StepMember(specs[rank], rank) for rank in range(1, NUM_RANKS)})
     )
-    guests.start()
+    members.start()
     made[0] = StepHost(specs[0], make_step_pricer(A100, NUM_RANKS, seed=3))
-    guests.join()
+    members.join()
     yield [made[rank] for rank in range(NUM_RANKS)]
     for rank in made.values():
         close(rank)
 
 
-def close(rank: StepHost | StepGuest) -> None:
+def close(rank: StepHost | StepMember) -> None:
     """What the end of a process does."""
-    for connection in rank._guests if isinstance(rank, StepHost) else [rank._host]:
+    for connection in rank._members if isinstance(rank, StepHost) else [rank._host]:
         connection.close()
 
 
@@ -135,17 +135,17 @@ def test_a_rank_that_ends_ends_the_step_of_the_others(ranks):
         finally:
             close(ranks[0])
 
-    host, guest = in_threads(open_and_end, lambda: ranks[1].open(opened(1)))
+    host, member = in_threads(open_and_end, lambda: ranks[1].open(opened(1)))
     assert isinstance(host, GroupLostError)
     assert "closed its connection" in str(host)
-    assert isinstance(guest, GroupLostError)
+    assert isinstance(member, GroupLostError)
 
 
 def test_a_rank_that_does_not_come_is_named(specs):
-    found, guest = in_threads(
-        lambda: StepHost(specs[0], make_step_pricer(A100, NUM_RANKS, 0)), lambda: StepGuest(specs[2], 2)
+    found, member = in_threads(
+        lambda: StepHost(specs[0], make_step_pricer(A100, NUM_RANKS, 0)), lambda: StepMember(specs[2], 2)
     )
-    close(guest)
+    close(member)
     assert str(found) == "engine 1 did not join its group in time"
 
 

@@ -31,7 +31,7 @@ def pair(tmp_path):
     made = []
     for worker in range(2):
         limits = HopLimits(
-            worker=worker, num_workers=3, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_guests=9
+            worker=worker, num_workers=3, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_remote_places=9
         )
         made.append(PeerLinks(Hello(worker, 5 + worker), listen_address(tmp_path, worker), NoTensors(), limits))
     home, expert = made
@@ -133,7 +133,9 @@ def test_garbage_is_dropped_and_counted(pair, tmp_path, caplog):
 
 def test_a_worker_that_does_not_read_loses_messages_and_the_home_sends_them_again(monkeypatch, tmp_path):
     monkeypatch.setattr(moestro.worker.peer_links, "_MAX_QUEUED", 10)
-    limits = HopLimits(worker=0, num_workers=2, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_guests=9)
+    limits = HopLimits(
+        worker=0, num_workers=2, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_remote_places=9
+    )
     with contextlib.closing(PeerLinks(Hello(0, 0), listen_address(tmp_path, 0), NoTensors(), limits)) as home:
         home.connect(1, address_of(tmp_path, 1), 6)  # where no worker listens
         for seq in range(50):
@@ -192,7 +194,7 @@ def test_a_stranger_without_keys_cannot_make_a_worker_hold_a_frame_without_bound
 def distant_links(worker: int, address: str, keys: CurveKeys) -> PeerLinks:
     """The links of one of two workers, on tcp."""
     limits = HopLimits(
-        worker=worker, num_workers=2, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_guests=9
+        worker=worker, num_workers=2, num_layers=1, num_chosen=1, num_slots=1, num_places=9, num_remote_places=9
     )
     return PeerLinks(Hello(worker, 5), ListenAddress(address, keys), NoTensors(), limits)
 

@@ -1,7 +1,13 @@
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from shared.workload_statistics import measure
 
 from moestro.core.hashing import split_hashes
 from moestro.errors import ConfigError
@@ -17,7 +23,6 @@ from moestro.workload.generated.sessions import (
     steady_sessions,
 )
 from moestro.workload.rows import RequestForm, RequestMaker, labelled
-from moestro.workload.statistics import measure
 
 S = 1_000_000_000
 SMALL = SessionShape(

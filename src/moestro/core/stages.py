@@ -2,7 +2,7 @@
 
 A token in flight occupies a *row* of the device while it is in the network: its residual stream. From a layer's gate
 until the next attention has added the experts' contributions, it also occupies a *place*: the input of its experts, and
-one slot for each contribution. The executor allocates both. *Guest places* hold the inputs and contributions of tokens
+one slot for each contribution. The executor allocates both. *Remote places* hold the inputs and contributions of tokens
 whose rows are on other devices; their numbers follow those of the device's own places. The messages that bring them
 have a header, one record a (token, choice), and the rows of a tensor.
 """
@@ -33,7 +33,7 @@ class StageShape:
         num_chosen: experts that a token visits in a layer; 0 for a dense network.
         num_rows: tokens that may be in the network at once; 0 for a device without attention.
         num_places: tokens that may be between a gate and the next attention at once.
-        num_guests: tokens of other devices that may be among this device's experts at once.
+        num_remote_places: tokens of other devices that may be among this device's experts at once.
     """
 
     is_sparse: tuple[bool, ...]
@@ -41,7 +41,7 @@ class StageShape:
     num_chosen: int
     num_rows: int
     num_places: int
-    num_guests: int = 0
+    num_remote_places: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -93,7 +93,7 @@ class Experts(msgspec.Struct, frozen=True, eq=False, gc=False):
         layer: the layer.
         experts: int32[m], distinct physical experts (slots) in the order in which they run.
         counts: int32[m], tokens of each expert, at least 1.
-        places: int32[sum of counts], own or guest places of these tokens, ordered by expert.
+        places: int32[sum of counts], own or remote places of these tokens, ordered by expert.
         choices: int32[sum of counts], index of the expert among the token's experts, in ascending logical expert id.
     """
 
@@ -224,11 +224,11 @@ class StagedDevice(Protocol):
         ...
 
     def store_inputs(self, places: Int32s, inputs: Any) -> None:
-        """Store what a message brought as inputs at guest places. `inputs`: as from `read_inputs`."""
+        """Store what a message brought as inputs at remote places. `inputs`: as from `read_inputs`."""
         ...
 
     def read_contributions(self, places: Int32s, choices: Int32s) -> Any:
-        """[n, hidden size], unweighted contributions to guests, for a message. None if nothing is computed."""
+        """[n, hidden size], unweighted contributions to remote tokens, for a message. None if nothing is computed."""
         ...
 
     def store_contributions(self, places: Int32s, choices: Int32s, contributions: Any) -> None:
@@ -299,7 +299,7 @@ class Hop(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         num_rows: rows of the tensor: one for each token (dispatch), or for each record (reply).
         dtype: dtype of the tensor as NumPy names it; "bfloat16" is named although NumPy has none.
         table_version: version of the expert table that the dispatcher used; 0 in a reply, which may answer several.
-        credits: guest places that a reply gives back.
+        credits: remote places that a reply gives back.
         depths: pairs that wait on the sender in each slot, summed over all layers; empty in a dispatch.
         num_taken: dispatches of the receiver in this epoch that `depths` includes; 0 in a dispatch.
     """

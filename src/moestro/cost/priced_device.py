@@ -337,9 +337,9 @@ def whole_setup(
 
 
 def worker_shape(
-    network: NetworkShape, *, num_rows: int = 0, num_places: int = 0, num_slots: int = 0, num_guests: int = 0
+    network: NetworkShape, *, num_rows: int = 0, num_places: int = 0, num_slots: int = 0, num_remote_places: int = 0
 ) -> StageShape:
-    """Make the sizes of a worker that has attention (rows and places), experts (slots and guests), or both."""
+    """Make the sizes of a worker that has attention (rows and places), experts (slots and remote places), or both."""
     is_sparse = [False] * network.num_layers
     for group in network.groups:
         for layer in group.layers:
@@ -350,7 +350,7 @@ def worker_shape(
         num_chosen=network.experts.top_k if network.experts else 0,
         num_rows=num_rows,
         num_places=num_places,
-        num_guests=num_guests,
+        num_remote_places=num_remote_places,
     )
 
 

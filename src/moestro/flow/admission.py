@@ -1,4 +1,4 @@
-"""Admission to one device: plans wait for rows of the network, and dispatches of other homes for places.
+"""Admission to one device: plans wait for rows of the network, and dispatches of other homes for remote places.
 
 The contributions of a computed dispatch go back to its home.
 """
@@ -18,8 +18,8 @@ from moestro.core.work import Plan, Slots, select_units
 from moestro.errors import InvariantError
 from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.events import ItemMaker, LaunchedItem, Send, Store
-from moestro.flow.guests import Guests, Pairs
 from moestro.flow.micro_queues import MicroQueues
+from moestro.flow.remote_tokens import Pairs, RemoteTokens
 from moestro.flow.token_pool import NO_MERGES, TokenPool
 
 Int64s = NDArray[np.int64]
@@ -27,15 +27,15 @@ Int64s = NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A plan at the door, and its tokens. `passes`: whether it was submitted while others were inside."""
+    """A plan that waits, and its tokens. `passes`: whether it was submitted while others were inside."""
 
     plan: Plan
     num_tokens: int
     passes: bool
 
 
-class Door:
-    """Lets plans into a home's token pool, and numbers everything that enters its device.
+class AdmissionQueue:
+    """Plans that wait for rows of a home's token pool; numbers everything that enters its device.
 
     Args:
         pool: the home's tokens.
@@ -69,11 +69,11 @@ class Door:
         self.num_tokens -= self._waiting.pop(0).num_tokens
 
     def take_entries(self, count: int = 1) -> int:
-        """Number what enters the device now, plans or guests. Returns the first number."""
+        """Number what enters the device now, plans or remote tokens. Returns the first number."""
         self._num_entries += count
         return self._num_entries - count
 
-    def arrive(self, plan: Plan) -> None:
+    def append(self, plan: Plan) -> None:
         """Let a plan wait."""
         num_tokens = plan.num_tokens
         self._waiting.append(_Waiting(plan, num_tokens, bool(self._pool.num_entries or self._waiting)))
@@ -100,18 +100,18 @@ class Door:
             admitted.append(self._pool.enter(number, each.plan.units))
         return admitted
 
-    def turn_away(self, slots: Slots) -> Slots:
+    def remove_units(self, slots: Slots) -> Slots:
         """Forget the units of `slots` that wait, and return their slots."""
-        turned = [np.empty(0, np.int64)]
+        removed = [np.empty(0, np.int64)]
         for each in self._waiting:
             gone = np.isin(each.plan.units.slot, slots)
             if gone.any():
-                turned.append(each.plan.units.slot[gone])
+                removed.append(each.plan.units.slot[gone])
                 each.plan = Plan(each.plan.step, select_units(each.plan.units, np.flatnonzero(~gone)))
                 each.num_tokens = each.plan.num_tokens
         self._waiting = [each for each in self._waiting if len(each.plan.units)]
         self.num_tokens = sum(each.num_tokens for each in self._waiting)
-        return np.concatenate(turned)
+        return np.concatenate(removed)
 
 
 # A plan that is alone in the network is one item, whose units enter the token pool only if something interrupts it.
@@ -119,16 +119,16 @@ class Door:
 # Most steps are such plans, and keeping track of their units takes as long as a layer of a small model.
 
 
-class LonePlan:
-    """Lets the policy choose for a plan that waits at the door of an empty network.
+class WholePassFastPath:
+    """Lets the policy choose for a plan that waits before an empty network.
 
     Args:
         shape, policy: of the device. A policy that overlaps prompts and decodes has several plans inside.
-        pool, door: of the home.
-        queues, items: of the device. There are no lone plans where it is not alone.
+        pool, waiting: tokens of the home, and plans that wait.
+        queues, items: of the device. The path is closed where the device is not alone.
 
     Attributes:
-        came_ns: when the last plan came to the door.
+        came_ns: when the last plan was submitted.
     """
 
     def __init__(
@@ -136,11 +136,11 @@ class LonePlan:
         shape: StageShape,
         policy: StepPolicy,
         pool: TokenPool,
-        door: Door,
+        waiting: AdmissionQueue,
         queues: MicroQueues,
         items: ItemMaker,
     ) -> None:
-        self._shape, self._policy, self._pool, self._door = shape, policy, pool, door
+        self._shape, self._policy, self._pool, self._waiting = shape, policy, pool, waiting
         self._queues, self._items = queues, items
         self._is_possible = items.is_alone and not policy.overlaps_prefill
         self._launched: LaunchedItem | None = None
@@ -148,29 +148,29 @@ class LonePlan:
 
     @property
     def is_running(self) -> bool:
-        """Whether such a plan is with the device."""
+        """Whether a plan of this path is with the device."""
         return self._launched is not None
 
     @property
     def waits(self) -> bool:
-        """Whether all that is here is one plan at the door."""
-        return self._is_possible and not self.is_running and len(self._door) == 1 and not self._pool.num_entries
+        """Whether all that is here is one plan that waits."""
+        return self._is_possible and not self.is_running and len(self._waiting) == 1 and not self._pool.num_entries
 
     def choose(self, now_ns: int) -> tuple[Run | Wait, LaunchedItem | None]:
-        """Ask the policy about the plan that waits, and take it from the door if it passes the network in one go.
+        """Ask the policy about the plan that waits, and take it if it passes the network in one go.
 
         Returns:
             What the policy chose, and the item; None means that the plan has to enter.
         """
-        plan = self._door.first
+        plan = self._waiting.first
         choice = self._policy(self._queues.table_alone(plan.units, self.came_ns), now_ns)
         self._launched = None if isinstance(choice, Wait) else self._items.make_alone(choice, plan)
         if self._launched is not None:
-            self._door.drop_first()
+            self._waiting.drop_first()
         return choice, self._launched
 
     def end(self) -> bool:
-        """Note that the result of an item is there. Returns whether it was that of a lone plan."""
+        """Note that the result of an item is there. Returns whether it was that of a whole pass."""
         was_running, self._launched = self.is_running, None
         return was_running
 
@@ -180,72 +180,72 @@ class LonePlan:
         if launched is None:
             return
         assert isinstance(launched.item, Passage)
-        wave = self._pool.wave(self._pool.enter(self._door.take_entries(), launched.item.units))
+        wave = self._pool.wave(self._pool.enter(self._waiting.take_entries(), launched.item.units))
         if self._shape.num_chosen:
             self._pool.take_places(wave, NO_MERGES)
         if not np.array_equal(wave.rows, launched.item.rows):
-            raise InvariantError("a lone plan's units have other rows than its item")
+            raise InvariantError("the units of a whole pass have other rows than its item")
         launched.ids = wave.ids
         self.end()
 
 
 # The tokens of other homes, on a device with experts.
 
-_NO_GUESTS = np.empty(0, np.int32)
+_NO_PLACES = np.empty(0, np.int32)
 
 
-class GuestDesk:
+class ReceiveSide:
     """Keeps the channels from homes: epochs, numbers of messages, and dispatches that wait for places.
 
     Args:
         peers: the device's place in its group.
-        guests: tokens of other homes.
+        remote: tokens of other homes.
         queues: of the device.
     """
 
-    def __init__(self, peers: PeerSettings, guests: Guests, queues: MicroQueues) -> None:
-        self._peers, self._guests, self._queues = peers, guests, queues
-        # Dispatches wait here only until guests of an older epoch, which the device still computes, have left.
-        self._lobby: deque[tuple[HopMessage, int]] = deque()
+    def __init__(self, peers: PeerSettings, remote: RemoteTokens, queues: MicroQueues) -> None:
+        self._peers, self._remote, self._queues = peers, remote, queues
+        # Dispatches wait here only until tokens of an older epoch, which the device still computes, have left.
+        self._buffer: deque[tuple[HopMessage, int]] = deque()
         self._dispatch_seq = [0] * peers.num_workers
         self._reply_seq = [0] * peers.num_workers
         self.num_dropped = 0
 
     def take(self, message: HopMessage, at_ns: int) -> NDArray[np.int32]:
-        """Take in a dispatch. `let_in` then gives it places.
+        """Take in a dispatch. `admit` then gives it places.
 
         Returns:
-            Places of guests that their home has given up with this message, int32[n].
+            Places of tokens that their home has given up with this message, int32[n].
         """
-        hop, given_up = message.hop, _NO_GUESTS
-        epoch = self._guests.epoch_of(hop.src)
+        hop, given_up = message.hop, _NO_PLACES
+        epoch = self._remote.epoch_of(hop.src)
         if hop.epoch < epoch or (hop.epoch == epoch and hop.seq < self._dispatch_seq[hop.src]):
             self.num_dropped += 1
             return given_up
         if hop.epoch > epoch:
             self._reply_seq[hop.src] = 0
-            given_up = self._guests.begin_epoch(hop.src, hop.epoch)
-            self._guests.drop(self._queues.experts.drop(given_up))
-            self._lobby = deque(each for each in self._lobby if each[0].hop.src != hop.src)
+            given_up = self._remote.begin_epoch(hop.src, hop.epoch)
+            self._remote.drop(self._queues.experts.drop(given_up))
+            self._buffer = deque(each for each in self._buffer if each[0].hop.src != hop.src)
         self._dispatch_seq[hop.src] = hop.seq + 1
-        self._lobby.append((message, at_ns))
+        self._buffer.append((message, at_ns))
         return given_up
 
-    def let_in(self, take_entries: Callable[[int], int]) -> list[Store]:
-        """Give places to the guests of dispatches in the lobby, in order, while there are places.
+    def admit(self, take_entries: Callable[[int], int]) -> list[Store]:
+        """Give places to the tokens of dispatches in the receive buffer, in order, while there are places.
 
         Args:
             take_entries: numbers some entries, and returns the first number.
         """
-        if not self._lobby:
+        if not self._buffer:
             return []
-        num_free, arrived = self._guests.num_free, list[tuple[HopMessage, int]]()
-        while self._lobby and (num_rows := self._lobby[0][0].hop.num_rows) <= num_free:
-            arrived.append(self._lobby.popleft())
+        num_free, arrived = self._remote.num_free, list[tuple[HopMessage, int]]()
+        while self._buffer and (num_rows := self._buffer[0][0].hop.num_rows) <= num_free:
+            arrived.append(self._buffer.popleft())
             num_free -= num_rows
         if not arrived:
             return []
-        places, pairs = self._guests.admit(take_entries(len(arrived)), arrived)
+        places, pairs = self._remote.admit(take_entries(len(arrived)), arrived)
         self._queue(arrived, pairs)
         stores, begin = [], 0
         for message, _ in arrived:
@@ -256,25 +256,25 @@ class GuestDesk:
 
     def give_back(self, layer: int, pairs: Pairs) -> None:
         """Let pairs that the device has not computed wait again, except those that their homes have given up."""
-        is_wanted = self._guests.is_wanted(pairs.places)
-        self._queues.experts.add(self._guests, layer, pairs.at(is_wanted.nonzero()[0]))
-        self._guests.drop(pairs.places[~is_wanted])
+        is_wanted = self._remote.is_wanted(pairs.places)
+        self._queues.experts.add(self._remote, layer, pairs.at(is_wanted.nonzero()[0]))
+        self._remote.drop(pairs.places[~is_wanted])
 
     def _queue(self, arrived: list[tuple[HopMessage, int]], pairs: Pairs) -> None:
         """Put pairs into the queues of their layers, those of one layer together."""
         layers, since_ns = [message.hop.layer for message, _ in arrived], [at_ns for _, at_ns in arrived]
         all_since_ns = since_ns[0] if since_ns.count(since_ns[0]) == len(since_ns) else None
         if layers.count(layers[0]) == len(layers):
-            self._queues.experts.add(self._guests, layers[0], pairs, all_since_ns)
+            self._queues.experts.add(self._remote, layers[0], pairs, all_since_ns)
             return
         layer_of = np.array(layers).repeat([len(message.records) for message, _ in arrived])
         for layer in sorted(set(layers)):
             index = (layer_of == layer).nonzero()[0]
-            self._queues.experts.add(self._guests, layer, pairs.at(index), all_since_ns)
+            self._queues.experts.add(self._remote, layer, pairs.at(index), all_since_ns)
 
     def reply(self, layer: int, pairs: Pairs) -> list[Send]:
-        """Send the contributions of computed pairs of guests to their homes."""
-        replies = self._guests.answer(pairs)
+        """Send the contributions of computed pairs to the homes of their tokens."""
+        replies = self._remote.answer(pairs)
         depths = self._queues.depths() if replies else ()
         return [
             Send(

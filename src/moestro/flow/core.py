@@ -2,10 +2,10 @@
 
 A device is the home of some tokens, computes experts, or both.
 
-    PlanSubmitted   units of a plan go to the attention of layer 0, or wait at the door until there are rows for them
+    PlanSubmitted   units of a plan go to the attention of layer 0, or wait until there are rows for them
     attention done  each token waits for its experts: in this device's expert queues, or with other workers (`Send`)
-    experts done    contributions arrive at once for own tokens, and leave as a reply for guests
-    Arrived         a reply brings contributions; a dispatch brings guests
+    experts done    contributions arrive at once for own tokens, and leave as a reply for remote ones
+    Arrived         a reply brings contributions; a dispatch brings remote tokens
     complete        a unit that lacks no contribution waits for the next attention, which merges them
     sampler done    the units' result leaves the core
 
@@ -46,7 +46,7 @@ from moestro.core.stages import (
 from moestro.core.views import LS, Run, StepPolicy, Wait
 from moestro.core.work import Int32s, Plan, PlanWanted, Slots, StepResult
 from moestro.errors import InvariantError
-from moestro.flow.admission import Door, GuestDesk, LonePlan
+from moestro.flow.admission import AdmissionQueue, ReceiveSide, WholePassFastPath
 from moestro.flow.dispatcher import Dispatcher, Owed, PeerSettings
 from moestro.flow.events import (
     Arrived,
@@ -64,9 +64,9 @@ from moestro.flow.events import (
     Tick,
     Withdraw,
 )
-from moestro.flow.guests import Guests, Pairs, all_pairs, split_pairs
 from moestro.flow.micro_queues import MicroQueues
 from moestro.flow.passed_over import PassedOver, Tokens
+from moestro.flow.remote_tokens import Pairs, RemoteTokens, all_pairs, split_pairs
 from moestro.flow.token_pool import TokenPool
 
 Int64s = NDArray[np.int64]
@@ -92,14 +92,14 @@ class FlowCore:
         self.shape = shape
         self._policy, self._launch_ahead, self._peers = policy, launch_ahead, peers
         self._pool = TokenPool(shape, peers.num_workers if peers and peers.counts_visits else 0)
-        self._guests = Guests(shape.num_places, shape.num_guests, peers.num_workers if peers else 1)
-        self._queues = MicroQueues(shape, self._pool, self._guests)
-        self._passed_over = PassedOver(self._pool, self._guests, self._queues, peers.worker if peers else None)
+        self._remote = RemoteTokens(shape.num_places, shape.num_remote_places, peers.num_workers if peers else 1)
+        self._queues = MicroQueues(shape, self._pool, self._remote)
+        self._passed_over = PassedOver(self._pool, self._remote, self._queues, peers.worker if peers else None)
         self._dispatcher = Dispatcher(peers, self._pool) if peers else None
-        self._desk = GuestDesk(peers, self._guests, self._queues) if peers else None
-        self._door = Door(self._pool)
-        self._items = ItemMaker(shape, self._pool, self._guests, self._queues, is_alone=peers is None)
-        self._lone = LonePlan(shape, policy, self._pool, self._door, self._queues, self._items)
+        self._receiver = ReceiveSide(peers, self._remote, self._queues) if peers else None
+        self._waiting = AdmissionQueue(self._pool)
+        self._items = ItemMaker(shape, self._pool, self._remote, self._queues, is_alone=peers is None)
+        self._whole_pass = WholePassFastPath(shape, policy, self._pool, self._waiting, self._queues, self._items)
         self._inbox: list[tuple[HopMessage, int]] = []  # messages and when they arrived
         self._launched: deque[LaunchedItem] = deque()
         self._num_withdrawn = 0  # launched items of which it is not known how far they came
@@ -117,12 +117,12 @@ class FlowCore:
     @property
     def num_plans(self) -> int:
         """Plans submitted some of whose units are not done."""
-        return self._pool.num_entries + len(self._door) + self._lone.is_running
+        return self._pool.num_entries + len(self._waiting) + self._whole_pass.is_running
 
     @property
     def is_shared(self) -> bool:
-        """Whether tokens of several plans, or guests, are here, so that some may be passed over by others."""
-        return self._guests.num_free < self.shape.num_guests or self.num_plans > 1
+        """Whether tokens of several plans, or remote ones, are here, so that some may be passed over by others."""
+        return self._remote.num_free < self.shape.num_remote_places or self.num_plans > 1
 
     @property
     def num_launched(self) -> int:
@@ -132,7 +132,7 @@ class FlowCore:
     @property
     def num_dropped(self) -> int:
         """Messages and records that were repeated, or that came for tokens that were given up."""
-        return sum(each.num_dropped for each in (self._dispatcher, self._desk) if each is not None)
+        return sum(each.num_dropped for each in (self._dispatcher, self._receiver) if each is not None)
 
     @property
     def is_settled(self) -> bool:
@@ -170,14 +170,14 @@ class FlowCore:
         device that is alone keeps batches whole: it wants a plan when nothing is inside, or one of latency-sensitive
         units that passes best effort. A policy with `overlaps_prefill` wants one as soon as no decode is inside.
         """
-        free_rows = self._pool.num_free_rows - self._door.num_tokens
+        free_rows = self._pool.num_free_rows - self._waiting.num_tokens
         if self._peers is not None or (
-            self._policy.overlaps_prefill and not self._pool.num_decodes and not len(self._door)
+            self._policy.overlaps_prefill and not self._pool.num_decodes and not len(self._waiting)
         ):
             return PlanWanted(free_rows) if free_rows > 0 else None
         if self.num_plans == 0:
             return PlanWanted()
-        return None if self._door.is_passing else PlanWanted(service_class=LS)
+        return None if self._waiting.is_passing else PlanWanted(service_class=LS)
 
     @property
     def may_emit(self) -> bool:
@@ -190,7 +190,7 @@ class FlowCore:
         # What a withdrawn item did not do must be known first: the next one might complete a unit that lacks it.
         if self._num_withdrawn or len(self._launched) >= self._launch_ahead:
             return False
-        return bool((self._queues.num_waiting and not self._lacks_places) or self._inbox or len(self._door))
+        return bool((self._queues.num_waiting and not self._lacks_places) or self._inbox or len(self._waiting))
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class FlowCore:
             return self._receive(now_ns, event.message)
         self._passed_over.elapse(now_ns)
         if not (isinstance(event, Done) and isinstance(event.result, StepResult)):
-            self._lone.settle()
+            self._whole_pass.settle()
         self._lacks_places &= isinstance(event, Tick)
         commands: list[Command] = []
         match event:
@@ -236,8 +236,8 @@ class FlowCore:
             The slots of which that is so; the units of the others are with the device, or are not known.
         """
         self._lacks_places = False
-        self._lone.settle()
-        recalled = [self._door.turn_away(slots)]
+        self._whole_pass.settle()
+        recalled = [self._waiting.remove_units(slots)]
         ids = self._pool.find(slots)
         for launched in self._launched:
             ids = np.setdiff1d(ids, self._items.tokens_of(launched).ids)
@@ -257,11 +257,11 @@ class FlowCore:
             raise InvariantError(f"a plan of {num_tokens} tokens on a device of {self.shape.num_rows} rows")
         if num_tokens > self.shape.num_places and plan.units.num_tokens.max() > self.shape.num_places:
             raise InvariantError(f"a unit longer than the {self.shape.num_places} tokens that fit in a layer")
-        if self._lone.waits:
-            self._admit(self._lone.came_ns)
-        self._door.arrive(plan)
-        self._lone.came_ns = now_ns
-        if not self._lone.waits:
+        if self._whole_pass.waits:
+            self._admit(self._whole_pass.came_ns)
+        self._waiting.append(plan)
+        self._whole_pass.came_ns = now_ns
+        if not self._whole_pass.waits:
             self._admit(now_ns)
         # The plan may be more urgent than the rest of what runs: then the policy chooses again.
         if self._runs_best_effort() and LS in plan.units.service_class:
@@ -280,7 +280,7 @@ class FlowCore:
             commands.append(Withdraw())
 
     def _admit(self, now_ns: int) -> None:
-        for ids in self._door.admit():
+        for ids in self._waiting.admit():
             self._queues.attention.add(0, ids, now_ns)
 
     # --- messages ---------------------------------------------------------------------------------------------------
@@ -307,12 +307,12 @@ class FlowCore:
                 self._take_dispatches([each for each in inbox if each[0].hop.kind == DISPATCH], commands)
 
     def _take_dispatches(self, arrived: list[tuple[HopMessage, int]], commands: list[Command]) -> None:
-        assert self._desk is not None, "a device that is alone has no guests"
+        assert self._receiver is not None, "a device that is alone has no remote tokens"
         for message, at_ns in arrived:
-            given_up = self._desk.take(message, at_ns)
+            given_up = self._receiver.take(message, at_ns)
             if len(given_up):
-                self._passed_over.forget(Tokens(guests=given_up))
-        commands += self._desk.let_in(self._door.take_entries)
+                self._passed_over.forget(Tokens(remote=given_up))
+        commands += self._receiver.admit(self._waiting.take_entries)
 
     def _take_replies(self, now_ns: int, replies: list[HopMessage], commands: list[Command]) -> None:
         assert self._dispatcher is not None, "a device that is alone gets no replies"
@@ -387,7 +387,7 @@ class FlowCore:
                 visits = self._pool.visits_of(launched.ids, result.slot)
                 commands.append(Emit(msgspec.structs.replace(result, expert_counts=self._counts, visits=visits)))
                 self._counts = self._no_counts()
-                if not self._lone.end():
+                if not self._whole_pass.end():
                     self._pool.leave(launched.ids)
             case _:
                 raise InvariantError(f"{type(result).__name__} for {type(launched.item).__name__}")
@@ -425,22 +425,22 @@ class FlowCore:
             num_done = int(item.counts[:num_batches].sum())
             self._give_back(item.layer, pairs.part(num_done, len(pairs.places)))
             pairs = pairs.part(0, num_done)
-        own, guests = split_pairs(pairs, self.shape.num_places)
-        if len(guests.places):
-            assert self._desk is not None, "a device that is alone has no guests"
-            commands += self._desk.reply(item.layer, guests)
-        if self._desk is not None:
-            commands += self._desk.let_in(self._door.take_entries)
+        own, remote = split_pairs(pairs, self.shape.num_places)
+        if len(remote.places):
+            assert self._receiver is not None, "a device that is alone has no remote tokens"
+            commands += self._receiver.reply(item.layer, remote)
+        if self._receiver is not None:
+            commands += self._receiver.admit(self._waiting.take_entries)
         if len(own.places):
             self._arrive(item.layer, own.places, own.choices, now_ns)
 
     def _give_back(self, layer: int, pairs: Pairs) -> None:
         """Pairs that the device has not computed wait again."""
-        own, guests = split_pairs(pairs, self.shape.num_places)
+        own, remote = split_pairs(pairs, self.shape.num_places)
         self._queues.experts.add(self._pool, layer, own)
-        if len(guests.places):
-            assert self._desk is not None, "a device that is alone has no guests"
-            self._desk.give_back(layer, guests)
+        if len(remote.places):
+            assert self._receiver is not None, "a device that is alone has no remote tokens"
+            self._receiver.give_back(layer, remote)
 
     def _take_stopped(
         self, now_ns: int, launched: LaunchedItem, item: Passage, stopped: Stopped, commands: list[Command]
@@ -467,13 +467,13 @@ class FlowCore:
         if self._ask_again_ns is not None and now_ns >= self._ask_again_ns:
             self._withdraw(commands)
         self._wait_until_ns = None
-        if self._lone.waits:
-            choice, launched = self._lone.choose(now_ns)
+        if self._whole_pass.waits:
+            choice, launched = self._whole_pass.choose(now_ns)
             if launched is None:
-                self._admit(self._lone.came_ns)
+                self._admit(self._whole_pass.came_ns)
             if not self._follow(choice, commands, launched):
                 return
-        elif len(self._door):
+        elif len(self._waiting):
             self._admit(now_ns)
         while self.has_room and self._queues.num_waiting:
             if (merge := self._items.free_places()) is not None:

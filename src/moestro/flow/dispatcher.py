@@ -1,6 +1,6 @@
 """Sends a home's tokens to the workers that hold their experts, and takes in the replies. Only here ids are translated.
 
-A dispatch spends a credit for each token, which is a guest place of the receiver; a reply spends none, because its
+A dispatch spends a credit for each token, which is a remote place of the receiver; a reply spends none, because its
 place is reserved. So no worker waits for a worker that waits for it.
 """
 
@@ -19,7 +19,7 @@ from moestro.core.stages import DISPATCH, HOP_RECORD, Hop, HopMessage, HopRecord
 from moestro.core.views import LS, NUM_CLASSES, true_rows
 from moestro.core.work import Int32s
 from moestro.flow.events import Send
-from moestro.flow.guests import Pairs
+from moestro.flow.remote_tokens import Pairs
 from moestro.flow.token_pool import THERE, TokenPool
 
 _FIRST = np.ones(1, np.bool_)
@@ -136,7 +136,7 @@ class PeerSettings:
         worker: number of this worker.
         num_workers: workers of the group.
         table: where experts live at first.
-        num_credits: guest places that each expert worker keeps for each home.
+        num_credits: remote places that each expert worker keeps for each home.
         switch_gap: of two copies of an expert, the home changes to the one on the less loaded worker when the
             difference exceeds this number of waiting (token, expert) pairs. A change splits a batch, so small
             differences are not worth it.

@@ -24,9 +24,9 @@ from moestro.core.stages import (
 from moestro.core.views import ATTENTION, BE, EVERY_EXPERT, LS, NUM_CLASSES, Run
 from moestro.core.work import Int32s, Plan, StepResult
 from moestro.errors import InvariantError
-from moestro.flow.guests import Guests
 from moestro.flow.micro_queues import MicroQueues
 from moestro.flow.passed_over import Tokens
+from moestro.flow.remote_tokens import RemoteTokens
 from moestro.flow.token_pool import NO_MERGES, TokenPool
 
 Int64s = NDArray[np.int64]
@@ -146,7 +146,7 @@ class ItemMaker:
 
     Args:
         shape: of the device.
-        pool, guests: tokens of the device.
+        pool, remote: tokens of the device.
         queues: of the device.
         is_alone: whether the device has all experts, so that a wave may pass several layers as one item.
 
@@ -155,9 +155,9 @@ class ItemMaker:
     """
 
     def __init__(
-        self, shape: StageShape, pool: TokenPool, guests: Guests, queues: MicroQueues, *, is_alone: bool
+        self, shape: StageShape, pool: TokenPool, remote: RemoteTokens, queues: MicroQueues, *, is_alone: bool
     ) -> None:
-        self._shape, self._pool, self._guests, self._queues = shape, pool, guests, queues
+        self._shape, self._pool, self._remote, self._queues = shape, pool, remote, queues
         self.is_alone = is_alone
 
     def make(self, run: Run) -> LaunchedItem:
@@ -205,8 +205,8 @@ class ItemMaker:
         if not isinstance(launched.item, Experts):
             return Tokens(launched.ids)
         places = launched.item.places
-        own, guests = places[places < self._shape.num_places], places[places >= self._shape.num_places]
-        return Tokens(np.unique(self._pool.units_at(own)).astype(np.int64), np.unique(guests))
+        own, remote = places[places < self._shape.num_places], places[places >= self._shape.num_places]
+        return Tokens(np.unique(self._pool.units_at(own)).astype(np.int64), np.unique(remote))
 
     def has_best_effort_batches(self, launched: LaunchedItem) -> bool:
         """Whether an item has expert batches of best-effort tokens alone, for which urgent tokens need not wait.
@@ -219,7 +219,7 @@ class ItemMaker:
         is_own = places < self._shape.num_places
         classes = np.empty(len(places), np.uint8)
         classes[is_own] = self._pool.classes_at(places[is_own])
-        classes[~is_own] = self._guests.classes_at(places[~is_own])
+        classes[~is_own] = self._remote.classes_at(places[~is_own])
         first = np.minimum.reduceat(classes, counts.cumsum() - counts)  # LS is the least class
         return bool((first == BE).any())
 

@@ -134,8 +134,8 @@ class FlowExecutor:
         """The oldest result that was not taken yet, if any is ready.
 
         A device that works when it is polled, or that cannot tell when it is ready, is polled piece by piece until
-        there is a result or `is_wanted` is true. With several plans or guests inside, this returns after every item, so
-        that the policy chooses with the current time.
+        there is a result or `is_wanted` is true. With several plans or remote tokens, this returns after every item,
+        so that the policy chooses with the current time.
         """
         while not self._results:
             if self._core.wants_tick(now_ns):

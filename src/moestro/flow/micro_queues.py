@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from moestro.core.stages import StageShape
 from moestro.core.views import ATTENTION, BE, EMPTY_QUEUE_NS, LS, NUM_CLASSES, QueueTable, Run
 from moestro.core.work import Int32s, Units
-from moestro.flow.guests import Guests, Pairs
+from moestro.flow.remote_tokens import Pairs, RemoteTokens
 from moestro.flow.token_pool import TokenPool
 
 Int64s = NDArray[np.int64]
@@ -291,7 +291,7 @@ class AttentionQueues:
 
 
 class PlaceTable(Protocol):
-    """Class and age of the tokens at places: `TokenPool` for a home's own tokens, `Guests` for those of other homes."""
+    """Class and age of the tokens at places: `TokenPool` for a home's own tokens, `RemoteTokens` for others."""
 
     def classes_at(self, places: Int32s) -> NDArray[np.uint8]:
         """uint8[n], service class of the token at each place."""
@@ -573,15 +573,15 @@ class MicroQueues:
     Args:
         shape: of the device.
         pool: the device's own tokens.
-        guests: tokens of other homes.
+        remote: tokens of other homes.
 
     Attributes:
         attention, experts: the queues.
     """
 
-    def __init__(self, shape: StageShape, pool: TokenPool, guests: Guests) -> None:
+    def __init__(self, shape: StageShape, pool: TokenPool, remote: RemoteTokens) -> None:
         self._columns, self._alone = QueueColumns(shape), QueueColumns(shape)
-        self._pool, self._guests = pool, guests
+        self._pool, self._remote = pool, remote
         self.attention = AttentionQueues(self._columns, shape.is_sparse, pool)
         self.experts = ExpertQueues(self._columns, shape.num_layers, shape.num_experts)
         self._none_passed = read_only(np.zeros_like(self._columns.oldest_ns))
@@ -621,7 +621,7 @@ class MicroQueues:
         if self._pool.num_units and columns.num_waiting > self._pool.num_free_places:
             self._leave_out_crowded_attention(runnable)
         passed_ns = self._none_passed
-        if self._pool.num_passed or self._guests.num_passed:
+        if self._pool.num_passed or self._remote.num_passed:
             passed_ns = read_only(self._longest_passed_ns())
         return self._make_table(columns, runnable, passed_ns)
 

@@ -12,45 +12,45 @@ from numpy.typing import NDArray
 from moestro.core.load_figures import PassCounts
 from moestro.core.views import BE, LS
 from moestro.core.work import Int32s
-from moestro.flow.guests import Guests
 from moestro.flow.micro_queues import MicroQueues
+from moestro.flow.remote_tokens import RemoteTokens
 from moestro.flow.token_pool import TokenPool
 
 Int64s = NDArray[np.int64]
 
 _NO_UNITS = np.empty(0, np.int64)
-_NO_GUESTS = np.empty(0, np.int32)
+_NO_REMOTE = np.empty(0, np.int32)
 
 
 class Tokens(NamedTuple):
-    """Units of this home, and guests.
+    """Units of this home, and tokens of other homes.
 
     Attributes:
         ids: int64[n], units.
-        guests: int32[m], guest places.
+        remote: int32[m], remote places.
     """
 
     ids: Int64s = _NO_UNITS
-    guests: Int32s = _NO_GUESTS
+    remote: Int32s = _NO_REMOTE
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are neither units nor guests."""
-        return not (len(self.ids) or len(self.guests))
+        """Whether there are no token."""
+        return not (len(self.ids) or len(self.remote))
 
     def without(self, others: Tokens) -> Tokens:
         """Return those that are not among `others`."""
         if self.is_empty:
             return self
-        return Tokens(np.setdiff1d(self.ids, others.ids), np.setdiff1d(self.guests, others.guests))
+        return Tokens(np.setdiff1d(self.ids, others.ids), np.setdiff1d(self.remote, others.remote))
 
 
 def join_tokens(parts: Sequence[Tokens]) -> Tokens:
     """Join sets of tokens."""
     if len(parts) == 1:
         return parts[0]
-    ids, guests = [part.ids for part in parts], [part.guests for part in parts]
-    return Tokens(np.concatenate([_NO_UNITS, *ids]), np.concatenate([_NO_GUESTS, *guests]))
+    ids, remote = [part.ids for part in parts], [part.remote for part in parts]
+    return Tokens(np.concatenate([_NO_UNITS, *ids]), np.concatenate([_NO_REMOTE, *remote]))
 
 
 class PassedOver:
@@ -60,7 +60,7 @@ class PassedOver:
     in the same batch are not passed over, and neither are units that wait for free places or for other workers.
 
     Args:
-        pool, guests: keep each token's total.
+        pool, remote: keep each token's total.
         queues: know which units lack places.
         worker: number of this worker in its group. None means that it is alone.
 
@@ -68,8 +68,8 @@ class PassedOver:
         counts: totals since the start.
     """
 
-    def __init__(self, pool: TokenPool, guests: Guests, queues: MicroQueues, worker: int | None = None) -> None:
-        self._pool, self._guests, self._queues, self._worker = pool, guests, queues, worker
+    def __init__(self, pool: TokenPool, remote: RemoteTokens, queues: MicroQueues, worker: int | None = None) -> None:
+        self._pool, self._remote, self._queues, self._worker = pool, remote, queues, worker
         self.counts = PassCounts()
         self._passed = Tokens()  # passed over now
         self._is_any = False  # whether there are any
@@ -80,7 +80,7 @@ class PassedOver:
     @property
     def may_happen(self) -> bool:
         """Whether there are tokens that others could pass."""
-        return bool(self._pool.num_best_effort or self._guests.num_best_effort)
+        return bool(self._pool.num_best_effort or self._remote.num_best_effort)
 
     def elapse(self, now_ns: int) -> None:
         """Charge the time since the last call to the tokens that were passed over in it."""
@@ -88,8 +88,8 @@ class PassedOver:
         if self._is_any and passed_ns > 0:
             if len(self._passed.ids):
                 self._pool.pass_over(self._passed.ids, passed_ns)
-            if len(self._passed.guests):
-                self._guests.pass_over(self._passed.guests, passed_ns)
+            if len(self._passed.remote):
+                self._remote.pass_over(self._passed.remote, passed_ns)
             self._stretch_ns += passed_ns
         self._since_ns = now_ns
 
@@ -120,8 +120,8 @@ class PassedOver:
             ids = np.setdiff1d(ids, self._queues.attention.short_of_places(BE))
         if len(ids) and self._worker is not None:
             ids = ids[self._pool.could_run_on(self._worker, ids)]
-        guests = self._guests.find_earlier(BE, latest_entry)
-        earlier = Tokens(ids, guests).without(join_tokens(launched))
+        remote = self._remote.find_earlier(BE, latest_entry)
+        earlier = Tokens(ids, remote).without(join_tokens(launched))
         if latest_entry > self._latest_entry and not earlier.is_empty:
             self._latest_entry = latest_entry
             self._replace(num_passes=self.counts.num_passes + 1)
@@ -133,9 +133,9 @@ class PassedOver:
         if len(running.ids):
             urgent = running.ids[self._pool.service_class[running.ids] == LS]
             latest = int(self._pool.entry_of[urgent].max(initial=-1))
-        if len(running.guests):
-            urgent_guests = running.guests[self._guests.classes_at(running.guests) == LS]
-            latest = max(latest, int(self._guests.entries_at(urgent_guests).max(initial=-1)))
+        if len(running.remote):
+            urgent_remote = running.remote[self._remote.classes_at(running.remote) == LS]
+            latest = max(latest, int(self._remote.entries_at(urgent_remote).max(initial=-1)))
         return latest
 
     def _set(self, passed: Tokens) -> None:
@@ -143,7 +143,7 @@ class PassedOver:
         if not (is_any or self._is_any):
             return
         self._passed, self._is_any = passed, is_any
-        num_tokens = int(self._pool.num_tokens[passed.ids].sum()) + len(passed.guests)
+        num_tokens = int(self._pool.num_tokens[passed.ids].sum()) + len(passed.remote)
         self._replace(num_parked_tokens=num_tokens, max_parked_tokens=max(num_tokens, self.counts.max_parked_tokens))
         if not is_any:
             self._replace(passed_over_ns=self.counts.passed_over_ns + self._stretch_ns)

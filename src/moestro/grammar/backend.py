@@ -45,7 +45,7 @@ from moestro.grammar.host import (
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(MaskAnswer).decode
-_HEAD_BYTES = 4  # as in `text.render_job.write_message`
+_HEAD_BYTES = 4  # as in `text.child_process.write_message`
 _READ_BYTES = 1 << 20
 _MOST_DROPPED = 1024
 

@@ -23,7 +23,7 @@ import msgspec
 
 from moestro.core.request import Grammar
 from moestro.grammar.compiler import VocabularySource
-from moestro.text.chats.chat_template import read_message, write_message
+from moestro.text.child_process import read_message, write_message
 
 # Messages to and from the processes that compile grammars and compute masks, and the bounds of those processes.
 

@@ -35,7 +35,7 @@ from moestro.grammar.host import (
     ProcessBounds,
     VocabularyMessage,
 )
-from moestro.text.chats.chat_template import address_space_bytes, read_message, write_message
+from moestro.text.child_process import limit_memory, read_message, write_message
 
 # Computes masks in a forked process, one after the other, for the rank at the other end of a socket.
 
@@ -243,9 +243,7 @@ def _bound(bounds: ProcessBounds) -> None:
     """Let the kernel hold the bounds, and no library write a client's bytes into the log."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the timer ends the process, whatever it is doing
-    most = address_space_bytes() + bounds.memory_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(bounds.memory_bytes)
     os.nice(bounds.niceness)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_MOST_LIKELY_KILLED)

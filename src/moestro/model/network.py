@@ -361,13 +361,13 @@ class WorkerShare:
         make_table: function of (layers, experts of a layer) that returns the placement of the experts. A worker
             without experts has none in its row of the table.
         keeps_empty_slots: whether a worker whose slots are all empty keeps them, for experts that come later.
-        num_guests: tokens of other workers that may be among this worker's experts at once; 0 where experts are
+        num_remote_places: tokens of other workers that may be among this worker's experts at once; 0 where experts are
             exchanged in whole steps.
     """
 
     worker: int
     make_table: Callable[[int, int], ExpertTable]
-    num_guests: int = 0
+    num_remote_places: int = 0
     keeps_empty_slots: bool = False
 
     def slots(self, network: Network) -> Int32s:

@@ -30,7 +30,7 @@ from tokenizers.decoders import DecodeStream
 from moestro.core.processes import as_exception, cause_of
 from moestro.errors import ConfigError, RequestError
 from moestro.files.checkpoint import MAX_TOKENIZER_BYTES, read_bytes
-from moestro.text.chats.chat_template import address_space_bytes
+from moestro.text.child_process import limit_memory
 
 logger = logging.getLogger(__name__)
 
@@ -285,11 +285,10 @@ def _growth(part: object) -> float:
 def _try_in_child(load: Callable[[], Backend]) -> str:
     """Return why the tokenizer is refused; empty if it is not."""
     reading, writing = os.pipe()
-    memory_bytes = address_space_bytes() + MEMORY_LIMIT_BYTES
     pid = os.fork()
     if pid == 0:
         try:
-            _limit(memory_bytes, writing)
+            _limit(writing)
             os.write(writing, _try(load()).encode())
         finally:
             os._exit(0)  # whatever was raised; the parent meets the same error
@@ -320,7 +319,7 @@ def _read_to_end(file: int) -> bytes | None:
     return None
 
 
-def _limit(memory_bytes: int, kept: int) -> None:
+def _limit(kept: int) -> None:
     """Let the kernel hold the limits, and leave the parent's files and signals alone."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGXCPU):
@@ -330,8 +329,7 @@ def _limit(memory_bytes: int, kept: int) -> None:
         os.dup2(nothing, stream)
     os.closerange(3, kept)  # the port is free as soon as the parent has left
     os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(MEMORY_LIMIT_BYTES)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
 
 

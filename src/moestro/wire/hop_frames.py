@@ -154,7 +154,7 @@ class HopLimits:
         num_workers, num_layers, num_chosen: sizes of the group and of its network.
         num_slots: experts of the receiver in a layer.
         num_places: tokens that the receiver may have between a gate and the next attention.
-        num_guests: tokens of others that may be among the receiver's experts.
+        num_remote_places: tokens of others that may be among the receiver's experts.
     """
 
     worker: int
@@ -163,7 +163,7 @@ class HopLimits:
     num_chosen: int
     num_slots: int
     num_places: int
-    num_guests: int
+    num_remote_places: int
 
     def check(self, hop: Hop, records: HopRecords) -> None:
         """Check a message, so that no later code reads or writes where it should not.
@@ -177,8 +177,8 @@ class HopLimits:
             raise ValueError(f"a header out of bounds: {hop}")
         row = records["row"]
         if hop.kind == DISPATCH:
-            if not 0 < hop.num_rows <= self.num_guests:
-                raise ValueError(f"{hop.num_rows} guests where {self.num_guests} have places")
+            if not 0 < hop.num_rows <= self.num_remote_places:
+                raise ValueError(f"{hop.num_rows} remote tokens where {self.num_remote_places} have places")
             _check_below(records["slot"], self.num_slots, "slot")
             _check_below(records["service_class"], NUM_CLASSES, "class")
             steps = row[1:] - row[:-1]

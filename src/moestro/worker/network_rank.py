@@ -152,7 +152,7 @@ def load_network_part(spec: LaunchSpec, sizes: WorkerSizes, on_phase: OnPhase) -
     share = WorkerShare(
         worker=group.worker,
         make_table=partial(_table, group),
-        num_guests=sizes.num_guests,
+        num_remote_places=sizes.num_remote_places,
         keeps_empty_slots=group.has_experts,
     )
     if not sizes.num_rows:

@@ -82,7 +82,7 @@ class PricedStep(msgspec.Struct, frozen=True, array_like=True):
     num_layers: int = 0
 
 
-class StepGuest:
+class StepMember:
     """The connection of a rank to the rank that prices.
 
     Args:
@@ -126,24 +126,26 @@ class StepHost:
     def __init__(self, spec: LockStepSpec, pricer: StepPricer, dilation: float = 1.0) -> None:
         assert spec.listen_fd is not None, "rank 0 inherits the socket at which its group meets"
         self._pricer, self._dilation = pricer, dilation
-        self._guests: list[socket.socket] = []
-        self._ranks = [0]  # this rank, and that of each guest
+        self._members: list[socket.socket] = []
+        self._ranks = [0]  # this rank, and that of each member
         with contextlib.ExitStack() as stack, socket.socket(fileno=spec.listen_fd) as listener:
             while len(self._ranks) < spec.num_ranks:
                 listener.settimeout(max(spec.join_wait_s(time.monotonic_ns()), 1e-3))
                 try:
-                    guest, _ = listener.accept()
+                    member, _ = listener.accept()
                 except TimeoutError as error:
                     absent = ", ".join(str(rank) for rank in range(spec.num_ranks) if rank not in self._ranks)
                     raise GroupLostError(f"engine {absent} did not join its group in time") from error
-                self._guests.append(stack.enter_context(guest))
-                guest.settimeout(spec.timeout_s)
-                self._ranks.append(_receive(guest, OpenedStep).rank)
+                self._members.append(stack.enter_context(member))
+                member.settimeout(spec.timeout_s)
+                self._ranks.append(_receive(member, OpenedStep).rank)
             stack.pop_all()
 
     def open(self, opened: OpenedStep) -> PricedStep:
-        """Implement `StepGuest.open`, for all ranks."""
-        every = sorted([opened, *(_receive(guest, OpenedStep) for guest in self._guests)], key=lambda each: each.rank)
+        """Implement `StepMember.open`, for all ranks."""
+        every = sorted(
+            [opened, *(_receive(member, OpenedStep) for member in self._members)], key=lambda each: each.rank
+        )
         now_ns = time.monotonic_ns()
         batches = [_keyed_batch(each) for each in every]
         num_tokens = [0 if batch is None else len(batch.keys) for batch in batches]
@@ -155,8 +157,8 @@ class StepHost:
             took_ns = round(times.lock_step_ns * self._dilation)
             busy_ns = np.rint(times.busy_ns * self._dilation).astype(np.int64).tolist()
             step = PricedStep(num_tokens, now_ns + took_ns, took_ns, busy_ns)
-        for number, guest in enumerate(self._guests, 1):
-            _send(guest, _with_counts(step, counts, self._ranks[number]))
+        for number, member in enumerate(self._members, 1):
+            _send(member, _with_counts(step, counts, self._ranks[number]))
         return _with_counts(step, counts, 0)
 
 
@@ -183,7 +185,7 @@ class PacedGroupDevice(TimedAnswers):
 
     is_moving = False
 
-    def __init__(self, group: StepGuest | StepHost, rank: int, answers: Answers, dilation: float = 1.0) -> None:
+    def __init__(self, group: StepMember | StepHost, rank: int, answers: Answers, dilation: float = 1.0) -> None:
         super().__init__(answers, dilation)
         self._group, self._rank = group, rank
         self._step = PricedStep([], 0, 0, [])
@@ -242,7 +244,7 @@ def build_paced_group_rank(
     assert spec.paced is not None, "started for a paced device"
     pricer = make_step_pricer(spec.paced, lock_step.num_ranks, spec.model.seed)
     dilation = spec.paced.pace_dilation
-    group = StepHost(lock_step, pricer, dilation) if spec.rank == 0 else StepGuest(lock_step, spec.rank)
+    group = StepHost(lock_step, pricer, dilation) if spec.rank == 0 else StepMember(lock_step, spec.rank)
     device = PacedGroupDevice(group, spec.rank, answers, dilation)
     rank = build_lock_step_rank(scheduler_settings(spec, info), device, lambda step: send(WakeGroup(step)))
     device.keys_of = RequestKeys(rank.scheduler.table).of
@@ -360,7 +362,7 @@ def load_paced_part(
         num_rows=sizes.num_rows,
         num_places=sizes.num_rows,
         num_slots=num_slots,
-        num_guests=sizes.num_guests,
+        num_remote_places=sizes.num_remote_places,
     )
     gate = paced_gate(cost, spec.paced, spec.model.seed) if sizes.num_rows else None
     setup = StageSetup(shape=shape, block_size=spec.model.block_size, gate=gate)

@@ -194,7 +194,7 @@ class PeerLinks:
         self._inbox: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
         self._inbox.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
         # libzmq holds frames of this size for peers that have not proved the keys yet. Rows beside a tensor are small.
-        largest = 2 * tensors.num_bytes(max(limits.num_places, limits.num_guests))
+        largest = 2 * tensors.num_bytes(max(limits.num_places, limits.num_remote_places))
         self._inbox.setsockopt(zmq.MAXMSGSIZE, max(largest, MAX_MESSAGE_BYTES))
         self._keys = endpoint.keys
         self._doorkeeper = None if endpoint.keys is None else Doorkeeper(self._inbox, endpoint.keys)

@@ -114,7 +114,7 @@ class Home(Rank):
 
     @property
     def has_work(self) -> bool:
-        """Whether there may be anything to do: guests come unannounced, so only `ready_at_ns` says."""
+        """Whether there may be anything to do: remote tokens come unannounced, so only `ready_at_ns` says."""
         return True
 
 
@@ -125,7 +125,7 @@ class ExpertRank:
         executor: of a device without attention.
     """
 
-    has_work = True  # guests come unannounced, so only `ready_at_ns` says
+    has_work = True  # remote tokens come unannounced, so only `ready_at_ns` says
 
     def __init__(self, executor: FlowExecutor) -> None:
         self._executor = executor

@@ -62,11 +62,11 @@ class WorkerSizes:
 
     Attributes:
         num_rows: tokens that may be in the network at once; 0 without attention.
-        num_guests: tokens of others that may be among the worker's experts; 0 without experts.
+        num_remote_places: tokens of others that may be among the worker's experts; 0 without experts.
     """
 
     num_rows: int
-    num_guests: int
+    num_remote_places: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,7 +116,7 @@ def worker_sizes(spec: LaunchSpec, group: GroupSpec) -> WorkerSizes:
     num_rows = num_home_rows(spec.scheduler)
     return WorkerSizes(
         num_rows=num_rows if group.is_home else 0,
-        num_guests=(group.stepping.expert_credits or num_rows) * group.num_homes if group.has_experts else 0,
+        num_remote_places=(group.stepping.expert_credits or num_rows) * group.num_homes if group.has_experts else 0,
     )
 
 
@@ -136,7 +136,7 @@ def serve_group_worker(spec: LaunchSpec, group: GroupSpec, channel: Channel, par
         num_chosen=shape.num_chosen,
         num_slots=shape.num_experts,
         num_places=shape.num_places,
-        num_guests=shape.num_guests,
+        num_remote_places=shape.num_remote_places,
     )
     endpoint = ListenAddress(spec.peer_address, spec.keys)
     way = _two_phase(group, part) if part.link_pace is None else part.link_pace

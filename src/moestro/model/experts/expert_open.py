@@ -144,7 +144,7 @@ def open_expert_device(
 
     Args:
         settings: as for `open_device`; the sizes of the KV cache are not used.
-        share: experts to keep, and the number of guests.
+        share: experts to keep, and the number of remote places.
         on_phase: as for `open_device`.
         rank: number of the process, by which it takes an accelerator.
 
@@ -165,7 +165,7 @@ def open_expert_device(
         num_chosen=num_chosen,
         num_rows=0,
         num_places=0,
-        num_guests=share.num_guests,
+        num_remote_places=share.num_remote_places,
     )
     form = TokenForm(
         hidden_size=network.config.hidden_size,

@@ -231,8 +231,8 @@ class TokenForm:
         return num_vectors * self.hidden_size * self.dtype.itemsize + self.num_chosen * self.weight_dtype.itemsize
 
     @property
-    def guest_bytes(self) -> int:
-        """Bytes of a guest place; 0 for a dense network, which has none."""
+    def remote_place_bytes(self) -> int:
+        """Bytes of a remote place; 0 for a dense network, which has none."""
         return 0 if not self.num_chosen else (1 + self.num_chosen) * self.hidden_size * self.dtype.itemsize
 
 
@@ -240,7 +240,7 @@ class Arena:
     """Residual stream and arguments of each row; and for each place the input, weights and answers of its experts.
 
     Args:
-        shape: numbers of rows, places and guest places.
+        shape: numbers of rows, places and remote places.
         form: state of a token.
         device: device of the network.
     """
@@ -249,7 +249,7 @@ class Arena:
         def tensor(*sizes: int, dtype: torch.dtype = form.dtype) -> Tensor:
             return torch.zeros(*sizes, dtype=dtype, device=device)
 
-        num_all = shape.num_places + shape.num_guests if form.num_chosen else 0
+        num_all = shape.num_places + shape.num_remote_places if form.num_chosen else 0
         self._device = device
         self._hidden = tensor(shape.num_rows, form.hidden_size)
         self._columns = [tensor(shape.num_rows, *column.sizes, dtype=column.dtype) for column in form.columns]

@@ -527,10 +527,11 @@ def open_staged_device(
         on_phase("cut weights")
         share.cut(checked.network)
     checked.network.pack_experts()
-    num_guests = 0 if share is None else share.num_guests
+    num_remote_places = 0 if share is None else share.num_remote_places
     shape, parked_bytes = _choose_shape(checked, staged, max_tokens, settings.max_parked_bytes)
     form = staged.token_form(checked.num_chosen)
-    shape, parked_bytes = replace(shape, num_guests=num_guests), parked_bytes + num_guests * form.guest_bytes
+    shape = replace(shape, num_remote_places=num_remote_places)
+    parked_bytes += num_remote_places * form.remote_place_bytes
     on_phase("allocate KV cache")
     graphs = _plan_graphs(checked) if local.records_steps and not settings.enforce_eager else None
     checked.network.graph_bytes = 0 if graphs is None else graphs.num_bytes

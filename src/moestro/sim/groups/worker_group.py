@@ -185,7 +185,7 @@ class WorkerGroup:
             num_rows=num_rows if is_home else 0,
             num_places=num_rows if is_home else 0,
             num_slots=layout.table.logical_of.shape[2] if has_slots.any() else 0,
-            num_guests=num_credits * layout.num_homes if has_slots.any() else 0,
+            num_remote_places=num_credits * layout.num_homes if has_slots.any() else 0,
         )
         setup = StageSetup(
             shape=shape,

@@ -7,20 +7,17 @@ child processes warm. Each renders one chat at a time.
 from __future__ import annotations
 
 import logging
-import os
-import resource
 import signal
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import msgspec
 
 from moestro.errors import DrainingError, RequestError, shown
+from moestro.text.child_process import MessageProcess
 from moestro.text.json_text import decoded
 
 logger = logging.getLogger(__name__)
@@ -114,7 +111,6 @@ def template_variables(effort: str | None, given: dict[str, Any], defaults: dict
 TIME_LIMIT_S = 5.0  # for one rendering; an ordinary chat takes less than a millisecond
 MEMORY_LIMIT_BYTES = 1 << 30  # address space of a rendering process beyond that of an idle one
 TEXT_LIMIT_BYTES = 64 << 20  # for a rendered chat; twice the largest body of a request
-_LENGTH_BYTES = 4  # before each message, big-endian
 
 
 class RenderJob(msgspec.Struct, frozen=True):
@@ -147,83 +143,6 @@ class LimitExceeded(msgspec.Struct, frozen=True, tag=True):
 
 
 RenderAnswer = Rendered | TemplateRefused | LimitExceeded
-
-
-def address_space_bytes() -> int:
-    """Return the address space of this process, on which limits of children and later work are based; 0 if unknown."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[0]) * resource.getpagesize() if statm.exists() else 0
-
-
-def read_message(file: int) -> bytes | None:
-    """Read the next encoded message from a pipe; None if the other side is gone."""
-    head = _read(file, _LENGTH_BYTES)
-    return None if head is None else _read(file, int.from_bytes(head, "big"))
-
-
-def write_message(file: int, body: bytes) -> None:
-    """Write an encoded message to a pipe.
-
-    Raises:
-        BrokenPipeError: the process at its other end is gone.
-    """
-    rest = memoryview(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
-    while rest:
-        rest = rest[os.write(file, rest) :]
-
-
-def _read(file: int, size: int) -> bytes | None:
-    """Read exactly `size` bytes; None if the pipe ends before."""
-    parts = []
-    while size:
-        part = os.read(file, min(size, 1 << 20))
-        if not part:
-            return None
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
-class MessageProcess:
-    """A started process; messages pass through its standard input and output.
-
-    Args:
-        command: a constant command line.
-    """
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(  # noqa: S603 - the command is a constant
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C reaches only the server, which decides how to end
-        )
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process can answer."""
-        return self._process.poll() is None
-
-    def exchange(self, message: bytes) -> bytes | int:
-        """Return the answer to `message`, or the status of the process if it died of it."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            write_message(self._process.stdin.fileno(), message)
-            answer = read_message(self._process.stdout.fileno())
-        except BrokenPipeError:
-            answer = None
-        return self._process.wait() if answer is None else answer
-
-    def kill(self) -> None:
-        """End the process, even while it works on a message."""
-        self._process.kill()
-
-    def close(self) -> None:
-        """End the process and close its pipes. Call it while no thread exchanges with it."""
-        with self._process:  # leaving the block waits for its end
-            self.kill()
 
 
 # Rendering, as the API server sees it.

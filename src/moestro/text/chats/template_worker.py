@@ -7,7 +7,6 @@ process bounds its time and memory. It reads jobs one after the other from stdin
 from __future__ import annotations
 
 import contextlib
-import resource
 import signal
 
 import msgspec
@@ -20,10 +19,8 @@ from moestro.text.chats.chat_template import (
     Rendered,
     RenderJob,
     TemplateRefused,
-    address_space_bytes,
-    read_message,
-    write_message,
 )
+from moestro.text.child_process import limit_memory, read_message, write_message
 from moestro.text.transformers_part import import_part
 
 _CHAT_TEMPLATES = "transformers.utils.chat_template_utils"
@@ -39,9 +36,7 @@ _decode_job = msgspec.json.Decoder(RenderJob).decode
 def main() -> None:
     """Render until stdin ends, which happens when the parent process ends."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the alarm ends the process, whatever it is doing
-    most = address_space_bytes() + MEMORY_LIMIT_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(MEMORY_LIMIT_BYTES)
     while (body := read_message(0)) is not None:
         signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_S)
         answer = _answer(body)

@@ -1,4 +1,4 @@
-"""The tokens of other homes among a worker's experts. A guest has an input, and a home that waits for contributions.
+"""The tokens of other homes among a worker's experts. Each has an input, and a home that waits for contributions.
 
 An expert worker keeps nothing else: what it loses, the home sends again.
 """
@@ -18,7 +18,7 @@ from moestro.errors import InvariantError
 
 Int64s = NDArray[np.int64]
 
-_GIVEN_UP = -1  # home of a guest
+_GIVEN_UP = -1  # home of a remote token
 _RECORD_BYTES = np.dtype((np.void, HOP_RECORD.itemsize))
 
 
@@ -47,7 +47,7 @@ NO_PAIRS = Pairs(_NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS)
 
 
 def split_pairs(pairs: Pairs, num_places: int) -> tuple[Pairs, Pairs]:
-    """Tell pairs of own tokens, whose places are below `num_places`, from those of guests."""
+    """Tell pairs of own tokens, whose places are below `num_places`, from those of remote tokens."""
     if num_places == 0:
         return NO_PAIRS, pairs
     is_own = pairs.places < num_places
@@ -71,12 +71,12 @@ def all_pairs(places: Int32s, topk_ids: Int32s, wanted: NDArray[np.bool_] | None
     return pairs if wanted is None else pairs.at(wanted.reshape(-1).nonzero()[0])
 
 
-class GuestReply(msgspec.Struct, frozen=True, eq=False, gc=False):
+class RemoteReply(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What goes back to one home.
 
     Attributes:
-        home, epoch: whose guests these were, and its epoch.
-        credits: guest places that are free again.
+        home, epoch: whose tokens these were, and its epoch.
+        credits: remote places that are free again.
         records: HOP_RECORD[n], of the reply.
         places, choices: int32[n], of the computed pairs, in the order of `records`.
     """
@@ -89,38 +89,38 @@ class GuestReply(msgspec.Struct, frozen=True, eq=False, gc=False):
     choices: Int32s
 
 
-class Guests:
-    """Places of guests; implements `PlaceTable`. Their numbers follow those of the worker's own places.
+class RemoteTokens:
+    """Places of remote tokens; implements `PlaceTable`. Their numbers follow those of the worker's own places.
 
     All columns are by place, so that no place has to be converted; memory of own places is never touched.
 
     Args:
-        first: number of the first guest place.
-        num_guests: guests that may be here at once.
+        first: number of the first remote place.
+        num_remote_places: remote tokens that may be here at once.
         num_workers: workers of the group.
 
     Attributes:
-        num_free: guest places left.
-        num_passed: guests that were passed over at all.
-        num_best_effort: guests of class BE.
+        num_free: remote places left.
+        num_passed: remote tokens that were passed over at all.
+        num_best_effort: remote tokens of class BE.
     """
 
-    def __init__(self, first: int, num_guests: int, num_workers: int) -> None:
-        num_places = first + num_guests
-        # Home of each guest; _GIVEN_UP if it does not wait for the guest any more. Free places have any.
+    def __init__(self, first: int, num_remote_places: int, num_workers: int) -> None:
+        num_places = first + num_remote_places
+        # Home of each token; _GIVEN_UP if it does not wait for the token any more. Free places have any.
         self._home: NDArray[np.int16] = np.zeros(num_places, np.int16)
-        # The first record of each guest: bytes for NumPy, which copies fields one by one.
+        # The first record of each token: bytes for NumPy, which copies fields one by one.
         self._record: NDArray[np.void] = np.zeros(num_places, _RECORD_BYTES)
         self._service_class: NDArray[np.uint8] = np.zeros(num_places, np.uint8)
         self._entry: Int64s = np.zeros(num_places, np.int64)
         self._queued_ns: Int64s = np.zeros(num_places, np.int64)
         self._passed_ns: Int64s = np.zeros(num_places, np.int64)
-        # Pairs of each guest beyond the first that are not done, and their sum.
+        # Pairs of each token beyond the first that are not done, and their sum.
         self._more_pairs: Int32s = np.zeros(num_places, np.int32)
         self._num_more = 0
         self._is_free: NDArray[np.bool_] = np.arange(num_places) >= first
         self._first = self._next = first  # `_next`: the place after the one that was given out last
-        self.num_free = num_guests
+        self.num_free = num_remote_places
         self.num_passed = self.num_best_effort = self._num_given_up = 0
         # By home: the present epoch, and the credits that go back with the next reply.
         self._epoch_of = [0] * num_workers
@@ -138,26 +138,26 @@ class Guests:
             records end to end.
 
         Raises:
-            InvariantError: the guests are more than the places, or records do not match their header.
+            InvariantError: the tokens are more than the places, or records do not match their header.
         """
         records = join_records([message.records for message, _ in arrived])
         sizes = [message.hop.num_rows for message, _ in arrived]
-        guests, places = self._take_places(sum(sizes))
+        index, places = self._take_places(sum(sizes))
         repeats = np.array(sizes)
-        self._home[guests] = _each([message.hop.src for message, _ in arrived], repeats)
-        self._queued_ns[guests] = _each([at_ns for _, at_ns in arrived], repeats)
-        self._entry[guests] = np.arange(entry, entry + len(arrived)).repeat(repeats)
+        self._home[index] = _each([message.hop.src for message, _ in arrived], repeats)
+        self._queued_ns[index] = _each([at_ns for _, at_ns in arrived], repeats)
+        self._entry[index] = np.arange(entry, entry + len(arrived)).repeat(repeats)
         choices, slots = records["choice"].astype(np.int32), records["slot"].astype(np.int32)
         num_records = [len(message.records) for message, _ in arrived]
         if num_records == sizes:  # no token has two experts here
-            self._enter(guests, records)
+            self._enter(index, records)
             return places, Pairs(places, choices, slots)
         row = records["row"] + _each((repeats.cumsum() - repeats).tolist(), np.array(num_records))
         num_pairs = np.bincount(row, minlength=len(places))
         if len(num_pairs) != len(places) or not num_pairs.all():
             raise InvariantError(f"dispatches of {len(places)} rows have records of {np.count_nonzero(num_pairs)} rows")
-        self._enter(guests, records.take(num_pairs.cumsum() - num_pairs))
-        self._more_pairs[guests] = num_pairs - 1
+        self._enter(index, records.take(num_pairs.cumsum() - num_pairs))
+        self._more_pairs[index] = num_pairs - 1
         self._num_more += len(records) - len(places)
         return places, Pairs(places[row], choices, slots)
 
@@ -168,34 +168,34 @@ class Guests:
             An index of the places, and their numbers.
         """
         if num > self.num_free:
-            raise InvariantError(f"{num} guests come where {self.num_free} places are free")
+            raise InvariantError(f"{num} remote tokens come where {self.num_free} places are free")
         self.num_free -= num
         begin = self._next if self._next + num <= len(self._is_free) else self._first
-        guests: slice | Int64s = slice(begin, begin + num)
-        if np.count_nonzero(self._is_free[guests]) == num:
+        index: slice | Int64s = slice(begin, begin + num)
+        if np.count_nonzero(self._is_free[index]) == num:
             places = np.arange(begin, begin + num, dtype=np.int32)
         else:
-            guests = self._is_free.nonzero()[0][:num]
-            places = guests.astype(np.int32)
-        self._is_free[guests] = False
+            index = self._is_free.nonzero()[0][:num]
+            places = index.astype(np.int32)
+        self._is_free[index] = False
         self._next = int(places[-1]) + 1 if num else self._next
-        return guests, places
+        return index, places
 
-    def _enter(self, guests: slice | Int64s, first: HopRecords) -> None:
-        """Store the first record of each guest."""
-        self._record[guests] = first.view(_RECORD_BYTES)
+    def _enter(self, index: slice | Int64s, first: HopRecords) -> None:
+        """Store the first record of each token."""
+        self._record[index] = first.view(_RECORD_BYTES)
         if num_best_effort := int(np.count_nonzero(first["service_class"])):
-            self._service_class[guests] = first["service_class"]
+            self._service_class[index] = first["service_class"]
             self.num_best_effort += num_best_effort
         if num_passed := int(np.count_nonzero(first["waited_us"])):
-            self._passed_ns[guests] = first["waited_us"].astype(np.int64) * 1000
+            self._passed_ns[index] = first["waited_us"].astype(np.int64) * 1000
             self.num_passed += num_passed
 
     def begin_epoch(self, home: int, epoch: int) -> Int32s:
         """Note that the home has given up what was under way before `epoch`.
 
         Returns:
-            Places of its earlier guests, int32[n]; the caller takes their waiting pairs out of the queues (`drop`).
+            Places of its earlier tokens, int32[n]; the caller takes their waiting pairs out of the queues (`drop`).
         """
         self._epoch_of[home], self._credits[home] = epoch, 0
         old = ((self._home == home) & self._is_here()).nonzero()[0]
@@ -205,13 +205,13 @@ class Guests:
         return given_up
 
     def _is_here(self) -> NDArray[np.bool_]:
-        """bool[places], whether a place has a guest."""
+        """bool[places], whether a place has a remote token."""
         is_here = ~self._is_free
         is_here[: self._first] = False
         return is_here
 
     def is_wanted(self, places: Int32s | Int64s) -> NDArray[np.bool_]:
-        """bool[n], whether the homes of the guests at `places` still wait for them."""
+        """bool[n], whether the homes of the tokens at `places` still wait for them."""
         is_wanted: NDArray[np.bool_] = self._home.take(places) != _GIVEN_UP
         return is_wanted
 
@@ -223,8 +223,8 @@ class Guests:
         """Forget one pair at each of `places` (which may repeat) that was never computed, without an answer."""
         self._leave(self._count_done(places.astype(np.int64)))
 
-    def answer(self, pairs: Pairs) -> list[GuestReply]:
-        """Make the replies for pairs that were computed; guests leave with the last of their pairs.
+    def answer(self, pairs: Pairs) -> list[RemoteReply]:
+        """Make the replies for pairs that were computed; tokens leave with the last of their pairs.
 
         Returns:
             One reply for each home, in order of its number. What a home has given up gets none.
@@ -249,48 +249,48 @@ class Guests:
                 part = slice(begin, begin + size)
                 records["row"][part] = rows[:size]
                 epoch, num_credits = self._epoch_of[home], self._credits[home]
-                replies.append(GuestReply(home, epoch, num_credits, records[part], places[part], choices[part]))
+                replies.append(RemoteReply(home, epoch, num_credits, records[part], places[part], choices[part]))
                 self._credits[home] = 0
                 begin += size
         return replies
 
-    def _records(self, guests: Int64s, choices: Int32s, slots: Int32s) -> HopRecords:
+    def _records(self, places: Int64s, choices: Int32s, slots: Int32s) -> HopRecords:
         """Make records of replies, which echo the home's place, its generation and the class."""
-        records = self._record.take(guests).view(HOP_RECORD)
+        records = self._record.take(places).view(HOP_RECORD)
         records["choice"], records["slot"], records["waited_us"] = choices, slots, 0
         if self.num_passed:
-            records["waited_us"] = np.minimum(self._passed_ns.take(guests) // 1000, np.iinfo(np.uint32).max)
+            records["waited_us"] = np.minimum(self._passed_ns.take(places) // 1000, np.iinfo(np.uint32).max)
         return records
 
     def _count_done(self, places: Int64s) -> Int64s:
-        """Count one pair of each of `places` (which may repeat). Returns the guests without any more."""
+        """Count one pair of each of `places` (which may repeat). Returns the places of tokens without any more."""
         if not self._num_more:
             return places
-        guests, num_done = np.unique(places, return_counts=True)
-        more = self._more_pairs[guests] - num_done
+        distinct, num_done = np.unique(places, return_counts=True)
+        more = self._more_pairs[distinct] - num_done
         is_gone = more < 0
         self._num_more -= len(places) - int(np.count_nonzero(is_gone))
-        self._more_pairs[guests] = np.maximum(more, 0)
-        gone: Int64s = guests[is_gone]
+        self._more_pairs[distinct] = np.maximum(more, 0)
+        gone: Int64s = distinct[is_gone]
         return gone
 
-    def _leave(self, guests: Int64s, num_by_home: list[int] | None = None) -> None:
-        """Free the places of guests, and note the credits of their homes.
+    def _leave(self, places: Int64s, num_by_home: list[int] | None = None) -> None:
+        """Free places, and note the credits of their homes.
 
         Args:
-            guests: int64[n], distinct places.
-            num_by_home: guests of each home, where the caller has counted them.
+            places: int64[n], distinct places.
+            num_by_home: tokens of each home, where the caller has counted them.
         """
         if self.num_best_effort:
-            self.num_best_effort -= int(np.count_nonzero(self._service_class[guests]))
-            self._service_class[guests] = LS
+            self.num_best_effort -= int(np.count_nonzero(self._service_class[places]))
+            self._service_class[places] = LS
         if self.num_passed:
-            self.num_passed -= int(np.count_nonzero(self._passed_ns[guests]))
-            self._passed_ns[guests] = 0
-        self._is_free[guests] = True
-        self.num_free += len(guests)
+            self.num_passed -= int(np.count_nonzero(self._passed_ns[places]))
+            self._passed_ns[places] = 0
+        self._is_free[places] = True
+        self.num_free += len(places)
         if num_by_home is None:
-            homes = self._home.take(guests)
+            homes = self._home.take(places)
             if self._num_given_up:
                 is_wanted = homes != _GIVEN_UP
                 self._num_given_up -= len(homes) - int(np.count_nonzero(is_wanted))
@@ -314,17 +314,17 @@ class Guests:
         return self._passed_ns.take(places)
 
     def entries_at(self, places: Int32s) -> Int64s:
-        """int64[n], number of the entry of each guest."""
+        """int64[n], number of the entry of each token."""
         return self._entry.take(places)
 
     def find_earlier(self, service_class: int, before: int) -> Int32s:
-        """Places of the guests of a class of entries with a number less than `before`."""
+        """Places of the remote tokens of a class of entries with a number less than `before`."""
         is_earlier = self._is_here() & (self._service_class == service_class) & (self._entry < before)
         earlier: Int32s = is_earlier.nonzero()[0].astype(np.int32)
         return earlier
 
     def pass_over(self, places: Int32s, passed_ns: int) -> None:
-        """Count that the guests at `places` (distinct) were passed over for `passed_ns`, more than 0."""
+        """Count that the tokens at `places` (distinct) were passed over for `passed_ns`, more than 0."""
         self.num_passed += len(places) - int(np.count_nonzero(self._passed_ns[places]))
         self._passed_ns[places] += passed_ns
 

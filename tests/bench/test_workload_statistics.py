@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from moestro.core.hashing import split_hashes
 from moestro.workload.generated.sessions import CHAT, steady_rows
 from moestro.workload.rows import RequestForm, RequestMaker, Rows, equal_rows
-from moestro.workload.statistics import measure
 from moestro.workload.traces.reading import read_trace
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from shared.workload_statistics import measure
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces"
 
