@@ -246,11 +246,12 @@ class TokenOrigins:
 
     def of_layers(self, layers: NDArray[np.integer]) -> TokenOrigins:
         """Return the tokens of some layers; one that is named twice comes twice."""
+        # `[:, layers]` would leave layers outermost in memory, so each flat view of the result would copy it.
         return TokenOrigins(
             self.total[layers],
-            self.by_node[:, layers],
-            self.by_device[:, layers],
-            self.by_source[:, layers],
+            self.by_node.take(layers, axis=1),
+            self.by_device.take(layers, axis=1),
+            self.by_source.take(layers, axis=1),
             self.least[layers],
             self.most[layers],
             self.node_at,
