@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import EMPTY
-from moestro.placement.contract import Floats, PlaceView
+from moestro.placement.contract import Floats, PlaceView, devices_last
 from moestro.placement.eplb import rebalance_experts
 from moestro.placement.kernel.choice import search_kernel
 from moestro.placement.score import idle_parts
@@ -43,16 +43,13 @@ def step_prices(pricer: Pricer, problem: PlaceProblem, *, may_receive: bool) -> 
     """
     origin, live = pricer.origin, np.flatnonzero(pricer.view.devices.is_alive)
     own_s, node_s, far_s = pricer.view.prices.row_s
-    total = origin.total
-    owned = origin.by_device[live].transpose(1, 2, 0)
-    node_at = origin.node_at[live]
-    of_node = origin.by_node[node_at].transpose(1, 2, 0)
-    sooner_s = (far_s - node_s) * owned
-    near_s = far_s * total[:, :, None] - (far_s - node_s) * of_node - 2 * (node_s - own_s) * owned
+    owned, node_at = devices_last(origin.by_device, live), origin.node_at[live]
+    near_s = devices_last(far_s * origin.total - (far_s - node_s) * origin.by_node, node_at)
+    near_s -= 2 * (node_s - own_s) * owned
     return StepPrices(
         work_s=_work_by_copies(pricer, len(live)),
-        near_s=np.ascontiguousarray(near_s),
-        sooner_s=np.ascontiguousarray(sooner_s),
+        near_s=near_s,
+        sooner_s=(far_s - node_s) * owned,
         rest_s=far_s * owned.sum(axis=1),
         speed=problem.speed,
         node_at=np.ascontiguousarray(node_at),

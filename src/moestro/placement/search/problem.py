@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY, OTHER_NODE, ExpertTable
-from moestro.placement.contract import Devices, Floats, PlaceLimits, PlacePrices, PlaceView, TokenOrigins
+from moestro.placement.contract import (
+    Devices,
+    Floats,
+    PlaceLimits,
+    PlacePrices,
+    PlaceView,
+    TokenOrigins,
+    devices_last,
+)
 from moestro.placement.score import idle_parts, score_slots
 
 Experts = NDArray[np.int64]
@@ -200,8 +208,8 @@ def _ways_of_rows(view: PlaceView, origin: TokenOrigins, live: NDArray[np.intp])
         return None
     row_s = np.zeros((origin.total.shape[0], origin.total.shape[1] + 1, len(live)))
     near = far_s * origin.total - (far_s - node_s) * origin.by_node  # [nodes, layers, experts]
-    row_s[:, :-1] = near.transpose(1, 2, 0)[:, :, origin.node_at[live]]
-    row_s[:, :-1] -= (node_s - own_s) * origin.by_device[live].transpose(1, 2, 0)
+    row_s[:, :-1] = devices_last(near, origin.node_at[live])
+    row_s[:, :-1] -= (node_s - own_s) * devices_last(origin.by_device, live)
     saved_s = (row_s.mean(axis=2) - row_s.min(axis=2)).sum(axis=1)
     return None if (saved_s <= worth_s).all() else row_s
 
