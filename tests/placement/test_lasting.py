@@ -76,8 +76,10 @@ def test_lasting_plans_are_hardly_slower_than_the_best_of_the_plain_ways(kind):
     lasting = LastingPlans(PLACE_POLICIES.make("moestro"))
     seconds, num_migrations = play(loads, lasting)
     others = [lambda view: view.table, planned_once(2), PLACE_POLICIES.make("eplb:hierarchy=never")]
-    assert seconds <= 1.02 * min(play(loads, each)[0] for each in others)
-    assert num_migrations <= {"stays": 2, "alternates": 3, "changes once": 5, "few tokens": 2}[kind]
+    # These two loads have nothing in common, so each window that is awaited costs more than on recorded routing.
+    most = {"alternates": 1.04, "changes once": 1.03}.get(kind, 1.02)
+    assert seconds <= most * min(play(loads, each)[0] for each in others)
+    assert num_migrations <= {"stays": 2, "alternates": 2, "changes once": 3, "few tokens": 2}[kind]
 
 
 def test_a_saving_that_is_small_beside_a_step_moves_nothing():

@@ -95,6 +95,7 @@ SHORT, LONG, FIRST = "short", "long", "first"
 # Windows after which a finding counts half. Of short plans the newest ones decide, because domains change at once. Of
 # the others several do: where two loads take turns, one window says only how the plan serves one of them.
 HALF_LIFE = {SHORT: 1.0, LONG: 4.0, FIRST: 4.0}
+MOST_FOUND = 16  # findings that are kept, the oldest of which hardly count
 SPREAD = 0.03  # standard deviation of a finding
 ERRORS = 1.0  # standard errors of their mean that are subtracted
 
@@ -184,7 +185,8 @@ class LastingPlans:
             self._found, self._base = {}, view.table
         for kind, table in self._plans.items():
             if table.logical_of.shape == view.table.logical_of.shape:
-                self._found.setdefault(kind, []).append(1 - _step_s(view.load, table, view) / priced_s)
+                saved = 1 - _step_s(view.load, table, view) / priced_s
+                self._found[kind] = [*self._found.get(kind, []), saved][-MOST_FOUND:]
 
     def _plan(self, view: PlaceView) -> None:
         """Make plans for the last window and for the mean of all; the first placement is one, too."""
