@@ -44,6 +44,7 @@ class Layer {
           rows_s_(prices.rest_s + layer * prices.num_devices, prices.rest_s + (layer + 1) * prices.num_devices),
           slowness_(prices.num_devices),
           inverse_(prices.num_devices + 1, 1.0),
+          slowness_of_(prices.num_devices * prices.num_slots),
           device_of_(prices.num_devices * prices.num_slots),
           node_of_(prices.num_devices) {
         for (int64_t count = 1; count <= num_devices_; ++count) inverse_[count] = 1.0 / double(count);
@@ -59,6 +60,7 @@ class Layer {
             }
             for (int64_t slot = 0; slot < num_slots_; ++slot) {
                 device_of_[device * num_slots_ + slot] = device;
+                slowness_of_[device * num_slots_ + slot] = slowness_[device];
                 const int64_t what = expert_[device * num_slots_ + slot];
                 if (what == EMPTY) continue;
                 ++copies_[what];
@@ -150,10 +152,10 @@ class Layer {
         Largest compute_s, rows_s, node_rows_s;
     };
 
-    // What the copy of a slot adds to its own device and would add to another one, and what it saves the busiest one
-    // while it is on that one's node.
+    // Rows of a slot's copy: what it adds to its own device and would add to another one, and what it saves the busiest
+    // one while it is on that one's node.
     struct SlotCosts {
-        double work_s, here_s, near_here_s, there_s, near_there_s, sooner_s;
+        double here_s, near_here_s, there_s, near_there_s, sooner_s;
     };
 
     // Seconds that a step adds at the `slow_` and at the `busy_` devices.
@@ -175,6 +177,7 @@ class Layer {
 
     void look_up_slots(int64_t device) {
         slots_.resize(num_devices_ * num_slots_);
+        work_of_.assign(num_devices_ * num_slots_, 0.0);
         for (int64_t slot = 0; slot < num_devices_ * num_slots_; ++slot) {
             const int64_t what = expert_[slot];
             SlotCosts& costs = slots_[slot];
@@ -182,7 +185,7 @@ class Layer {
             if (what == EMPTY) continue;
             const double share = inverse_[copies_[what]];
             const int64_t here = what * num_devices_ + device_of_[slot], there = what * num_devices_ + device;
-            costs.work_s = work(what, copies_[what]);
+            work_of_[slot] = work(what, copies_[what]);
             costs.here_s = share * near_s_[here];
             costs.near_here_s = share * (near_s_[here] - sooner_s_[here]);
             costs.there_s = share * near_s_[there];
@@ -297,8 +300,8 @@ class Layer {
             if (there == busy) rows_s += share * near_s_[at];
             if (same_node(there, busy)) rows_s -= share * sooner_s_[at];
             most_rows_s = std::max(most_rows_s, rows_s);
+            if (most_s + most_rows_s > highest_) return most_s + most_rows_s;
         }
-        if (most_s + most_rows_s > highest_) return most_s + most_rows_s;
         const Left& left = left_[to];
         most_rows_s = std::max(most_rows_s, left.here_rows_s + added_rows_s(what, there, there));
         if (left.slowest != NONE) {
@@ -324,18 +327,48 @@ class Layer {
         if (bound_of_further(what, to) <= highest_) attempt(further(what, to));
     }
 
-    // Lower bound of the price after an exchange of two slots: by their devices, and by those that stay as they are.
-    double bound(int64_t device, int64_t slot, int64_t to, const Heaviest& heaviest) const {
+    // Writes for each slot what is left of a price if its copy and one of `device` are exchanged: the seconds of its own
+    // device, and the most of those that stay as they are.
+    void look_up_floors(int64_t device, const Heaviest& heaviest) {
+        const int64_t num_all = num_devices_ * num_slots_;
+        compute_of_.resize(num_all);
+        others_s_.resize(num_all);
+        others_rows_s_.resize(num_all);
+        floor_s_.resize(num_all);
+        for (int64_t there = 0, to = 0; there < num_devices_; ++there) {
+            // Between nodes, receivers on both change, too.
+            const double rows_s = same_node(device, there)
+                                      ? heaviest.rows_s.without(device, there)
+                                      : heaviest.node_rows_s.without(node_of_[device], node_of_[there]);
+            const double compute_s = heaviest.compute_s.without(device, there);
+            for (int64_t slot = 0; slot < num_slots_; ++slot, ++to) {
+                compute_of_[to] = compute_s_[there];
+                others_s_[to] = compute_s;
+                others_rows_s_[to] = rows_s;
+            }
+        }
+    }
+
+    // Lower bounds of the price after a copy of `device` is exchanged for those of all slots: by the devices that compute.
+    void set_floors(int64_t device, double work_s) {
+        const int64_t num_all = num_devices_ * num_slots_;
+        const double here_s = compute_s_[device], slowness = slowness_[device];
+        const double *works = work_of_.data(), *computes = compute_of_.data(), *slow = slowness_of_.data();
+        const double *others = others_s_.data(), *rows = others_rows_s_.data();
+        double* floors = floor_s_.data();
+        for (int64_t to = 0; to < num_all; ++to) {
+            const double first_s = here_s + (works[to] - work_s) * slowness;
+            const double second_s = computes[to] + (work_s - works[to]) * slow[to];
+            floors[to] = std::max(std::max(first_s, second_s), others[to]) + rows[to];
+        }
+    }
+
+    // A closer bound than `floor_s_`, by what both devices and the busiest one receive.
+    double bound(int64_t device, int64_t slot, int64_t to) const {
         const int64_t there = device_of_[to], what = expert_[slot];
         const SlotCosts &one = slots_[slot], &other = slots_[to];
-        const double first_s = compute_s_[device] + (other.work_s - one.work_s) * slowness_[device];
-        const double second_s = compute_s_[there] + (one.work_s - other.work_s) * slowness_[there];
-        const double most_s = std::max(std::max(first_s, second_s), heaviest.compute_s.without(device, there));
         const bool is_same = same_node(device, there);
-        // Between nodes, receivers on both change, too.
-        double least_s = is_same ? heaviest.rows_s.without(device, there)
-                                 : heaviest.node_rows_s.without(node_of_[device], node_of_[there]);
-        if (most_s + least_s > highest_) return most_s + least_s;
+        double least_s = others_rows_s_[to];
         if (!is_same && busiest_ != device && busiest_ != there) {
             double busiest_s = rows_s_[busiest_];
             if (same_node(device, busiest_)) busiest_s += one.sooner_s - other.sooner_s;
@@ -347,20 +380,22 @@ class Layer {
         const double arriving_s = share * (is_same ? near_s_[at] : near_s_[at] - sooner_s_[at]);
         const double first_rows_s = rows_s_[device] + (is_same ? other.there_s - one.here_s : other.near_there_s - one.near_here_s);
         const double second_rows_s = rows_s_[there] + arriving_s - (is_same ? other.here_s : other.near_here_s);
-        return most_s + std::max(std::max(first_rows_s, second_rows_s), least_s);
+        return floor_s_[to] + (std::max(std::max(first_rows_s, second_rows_s), least_s) - others_rows_s_[to]);
     }
 
     void try_steps_of(int64_t device, const Heaviest& heaviest) {
         const int64_t num_all = num_devices_ * num_slots_;
         look_up_slots(device);
+        look_up_floors(device, heaviest);
         for (int64_t slot = device * num_slots_; slot < (device + 1) * num_slots_; ++slot) {
             const int64_t what = expert_[slot];
             if (what != EMPTY) {
+                set_floors(device, work_of_[slot]);
                 for (int64_t to = 0; to < num_all; ++to) {
+                    if (floor_s_[to] > highest_ || !prices_.room[to]) continue;
                     const int64_t there = device_of_[to], other = expert_[to];
-                    if (!prices_.room[to] || is_held(what, there)) continue;
-                    if (other != EMPTY && is_held(other, device)) continue;
-                    if (bound(device, slot, to, heaviest) > highest_) continue;
+                    if (is_held(what, there) || (other != EMPTY && is_held(other, device))) continue;
+                    if (bound(device, slot, to) > highest_) continue;
                     Step step = {{{what, 0, device, there}, {NONE, 0, NONE, NONE}}, {slot, to}, {other, what}};
                     if (other != EMPTY) step.part[1] = {other, 0, there, device};
                     attempt(step);
@@ -519,6 +554,7 @@ class Layer {
     std::vector<Left> left_;
     std::vector<int64_t> holders_, first_holder_;
     std::vector<double> inverse_, node_rows_s_;
+    std::vector<double> slowness_of_, work_of_, compute_of_, others_s_, others_rows_s_, floor_s_;  // of slots
     std::vector<int64_t> device_of_, node_of_;  // device of each slot, and index in `nodes_` of each device
 };
 
