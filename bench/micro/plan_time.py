@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python bench/micro/plan_time.py --vllm SITE_PACKAGES [--json bench/results/micro/plan_time.json]
 
-SITE_PACKAGES holds the package `vllm`. All plans are for the same loads (Zipf 0.6), from vLLM's placement of the start,
-and in turn. Times are milliseconds of processor time with one thread; `process_ms` has those of all threads of the
-process, which shows that there is no other one. NumPy's code plans once a case, because it takes a second and more.
+SITE_PACKAGES holds the package `vllm`. Plans are for the same loads, from vLLM's placement of the start, and in turn.
+Loads are Zipf 0.6, from all sources alike, or from sources nine tenths of whose tokens have tasks of their node's kind.
+Times are milliseconds of processor time with one thread; `process_ms` has those of all threads of the process, which
+shows that there is no other one. NumPy's code plans once a case, because it takes a second and more.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ BEDS = (
     Bed(QWEN3_30B, 8, 18, 1),
     Bed(QWEN3_30B, 8, 16, 1),
 )
+WHERE_SOURCES_DIFFER = (Bed(DEEPSEEK_V3, 32, 9, 4), Bed(DEEPSEEK_V3, 64, 5, 8), Bed(QWEN3_30B, 8, 18, 2))
+STICKY = 0.9
 KERNEL, NUMPY, VLLM = "moestro", "moestro, NumPy", "vLLM"
 
 
@@ -64,18 +67,23 @@ def vllm_policy(folder: Path) -> type:
     return eplb_peers.vllm(folder)
 
 
-def run(bed: Bed, num_seeds: int, repeats: int, peer: type | None) -> list[dict[str, object]]:
-    """Plan all loads of a case with each function."""
+def run(bed: Bed, num_seeds: int, repeats: int, peer: type | None, *, differ: bool) -> list[dict[str, object]]:
+    """Plan all loads of a case with each function.
+
+    Args:
+        differ: Whether sources send different mixes.
+    """
     spent: dict[str, list[tuple[float, float]]] = {}
     for seed in range(num_seeds):
-        popularity = loads.zipf(bed.model, 0.6, np.random.default_rng([0, seed]))
-        view = bed.view(loads.from_every_source(popularity, bed))
+        rng = np.random.default_rng([0, seed])
+        alike = None if differ else loads.from_every_source(loads.zipf(bed.model, 0.6, rng), bed)
+        view = bed.view(alike or loads.from_clusters(bed, STICKY, rng))
         policy = PLACE_POLICIES.make("moestro")
         plans: dict[str, Callable[[], object]] = {KERNEL: lambda p=policy, v=view: p(v)}
         if peer is not None:
             import torch  # noqa: PLC0415
 
-            weight, sizes = torch.from_numpy(popularity), (bed.num_devices * bed.num_slots, 1, 1, bed.num_devices)
+            weight, sizes = torch.from_numpy(view.load.total), (bed.num_devices * bed.num_slots, 1, 1, bed.num_devices)
             plans[VLLM] = lambda w=weight, s=sizes: peer.rebalance_experts(w, *s)
         for turn in range(repeats + 1):
             for name, plan in plans.items():
@@ -87,7 +95,8 @@ def run(bed: Bed, num_seeds: int, repeats: int, peer: type | None) -> list[dict[
     rows = []
     for name, times in spent.items():
         ms, process_ms = zip(*times, strict=True)
-        row = {"case": bed.name, "function": name, "plans": len(times), "ms": spread(list(ms))}
+        case = bed.name + (", sources differ" if differ else "")
+        row = {"case": case, "function": name, "plans": len(times), "ms": spread(list(ms))}
         rows.append(row | {"process_ms": round(statistics.median(process_ms), 3)})
     return rows
 
@@ -104,7 +113,8 @@ def main() -> None:
     if kernel_search().wait() is None:
         sys.exit(f"the kernel is absent: {kernel_search().failure}")
     peer = None if args.vllm is None else vllm_policy(args.vllm)
-    rows = [row for bed in BEDS for row in run(bed, args.seeds, args.repeats, peer)]
+    cases = [(bed, False) for bed in BEDS] + [(bed, True) for bed in WHERE_SOURCES_DIFFER]
+    rows = [row for bed, differ in cases for row in run(bed, args.seeds, args.repeats, peer, differ=differ)]
     table = Table(title="milliseconds of a plan, one thread")
     for heading in ("case", "function", "median", "least", "most"):
         table.add_column(heading)

@@ -1,6 +1,9 @@
 """Compares plans that are followed where they last with never moving, one plan, and EPLB at each interval.
 
-    python bench/simulator/placement_lasting.py --routing DIR [--json bench/results/simulator/placement_lasting.json]
+    python bench/simulator/placement_lasting.py --routing DIR --first-seed 1 --seeds 5 \
+        --json bench/results/simulator/placement_lasting.json
+
+The constants of `placement/payback.py` were chosen on seeds from 100 on, so score on lower ones.
 
 Loads are recorded choices of GPT-OSS-20B (DIR holds the two files of the trace); each window has half of a benchmark's
 answers, drawn anew, so windows of one benchmark differ as answers do. *stays*: one benchmark; *alternates*: two, which
@@ -110,7 +113,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--routing", type=Path, required=True, help="folder of the recorded choices")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0, help="1: none on which the constants were set")
+    parser.add_argument("--first-seed", type=int, default=0, help="constants were chosen on seeds from 100 on")
     args = parser.parse_args()
     kernel_search().wait()
     conditions, trace = (

@@ -140,6 +140,20 @@ def test_tensorrt_llm_takes_files_of_other_groups(tmp_path, policy, dead):
     assert_tensorrt_llm_takes(path, num_ranks=6 if dead is None else 5, num_experts=12, layers=(1, 2, 3))
 
 
+def test_layers_for_multi_token_prediction_get_rows_for_tensorrt_llm(tmp_path, policy, capsys):
+    path = tmp_path / "moe.yaml"
+    arguments = [DUMPS / "stat.pt", "--devices", 6, "--slots-per-device", 3, "--policy", f"{policy}heaviest_first"]
+    assert place(*arguments, "--mtp-layers", 2) == 1
+    assert "give that too" in capsys.readouterr().err
+    assert place(*arguments, "--tensorrt-llm", path) == 0
+    assert "with multi-token prediction it needs rows of --mtp-layers" in " ".join(capsys.readouterr().out.split())
+    placed = yaml.safe_load(path.read_text())["initial_global_assignments"]
+    assert place(*arguments, "--tensorrt-llm", path, "--mtp-layers", 2) == 0
+    assert_tensorrt_llm_takes(path, num_ranks=6, num_experts=12, layers=(1, 2, 3, 4, 5))
+    in_order = [slot % 12 for slot in range(18)]
+    assert yaml.safe_load(path.read_text())["initial_global_assignments"] == placed | {4: in_order, 5: in_order}
+
+
 def test_a_written_placement_is_a_present_placement_and_a_written_profile_a_profile(tmp_path, policy, capsys):
     common = ["--devices", 4, "--slots-per-device", 4]
     out, again, own = tmp_path / "out.json", tmp_path / "again.json", tmp_path / "own"

@@ -12,7 +12,7 @@ from support.expert_loads import PRICES, first_table, zipf_shares
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.placement.contract import PLACE_POLICIES, PlaceLimits, PlaceView, even_devices
-from moestro.placement.payback import LastingPlans, LastingSettings, mean_load, with_noise
+from moestro.placement.payback import LastingPlans, LastingSettings, mean_load
 from moestro.placement.score import move_s, moves_between, score
 
 STEPS = 3000.0  # of an interval
@@ -76,8 +76,10 @@ def test_lasting_plans_are_hardly_slower_than_the_best_of_the_plain_ways(kind):
     lasting = LastingPlans(PLACE_POLICIES.make("moestro"))
     seconds, num_migrations = play(loads, lasting)
     others = [lambda view: view.table, planned_once(2), PLACE_POLICIES.make("eplb:hierarchy=never")]
-    assert seconds <= 1.02 * min(play(loads, each)[0] for each in others)
-    assert num_migrations <= {"stays": 2, "alternates": 3, "changes once": 5, "few tokens": 2}[kind]
+    # These two loads have nothing in common, so each window that is awaited costs more than on recorded routing.
+    most = {"alternates": 1.04, "changes once": 1.03}.get(kind, 1.02)
+    assert seconds <= most * min(play(loads, each)[0] for each in others)
+    assert num_migrations <= {"stays": 2, "alternates": 2, "changes once": 3, "few tokens": 2}[kind]
 
 
 def test_a_saving_that_is_small_beside_a_step_moves_nothing():
@@ -99,21 +101,29 @@ def test_a_share_of_the_measured_step_is_required():
         assert f"({'priced' if follows else 'measured'})" in lasting.reason
 
 
-def test_a_window_of_few_steps_promises_less():
-    shares, rng = shares_of(1), np.random.default_rng(0)
+@pytest.mark.parametrize(("num_steps", "is_followed"), [(1.0, False), (5000.0, True)])
+def test_first_plan_is_followed_where_it_saves_for_sources_that_it_has_not_seen(num_steps, is_followed):
+    load = load_of(np.full((LAYERS, EXPERTS), 1 / EXPERTS), np.random.default_rng(0), 64.0, num_steps)
+    if is_followed:
+        load = load_of(shares_of(1), np.random.default_rng(0), 64.0, num_steps)
     decide, devices = PLACE_POLICIES.make("moestro"), even_devices(DEVICES, SLOTS)
     table = first_table(LAYERS, EXPERTS, DEVICES, SLOTS)
-    kept = []
-    for num_steps in (5.0, 5000.0):
-        load = load_of(shares, rng, 64.0, num_steps)
-        view = PlaceView(load, table, devices, PRICES, PlaceLimits(horizon_steps=1e6))
-        new, noisy = decide(view), with_noise(load, 0)
-        saved = [
-            score(each, table, devices, PRICES).step_s - score(each, new, devices, PRICES).step_s
-            for each in (load, noisy)
-        ]
-        kept.append(saved[1] / saved[0])
-    assert kept[0] < 0.9 < kept[1]
+    view = PlaceView(load, table, devices, PRICES, PlaceLimits(horizon_steps=STEPS))
+    in_sample = score(load, decide(view), devices, PRICES).step_s / score(load, table, devices, PRICES).step_s
+    assert in_sample < 0.95  # the window itself finds a saving in both
+    assert (LastingPlans(decide)(view) is not table) == is_followed
+
+
+def test_load_that_changes_for_good_is_followed_after_the_window_that_proves_it():
+    loads = list(loads_of("changes once"))
+    lasting, table = LastingPlans(PLACE_POLICIES.make("moestro")), first_table(LAYERS, EXPERTS, DEVICES, SLOTS)
+    devices, moved = even_devices(DEVICES, SLOTS), []
+    for nth, load in enumerate(loads):
+        new = lasting(PlaceView(load, table, devices, PRICES, PlaceLimits(horizon_steps=STEPS)))
+        if new is not table:
+            moved.append(nth)
+        table = new
+    assert 7 in moved  # window 6 is the first of the new load, and window 7 the first that judges a plan for it
 
 
 def test_other_devices_begin_a_new_memory():

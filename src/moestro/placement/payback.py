@@ -1,12 +1,11 @@
 """Whether a change of placement pays: seconds saved per step against the seconds of the move, and how plans lasted.
 
-A plan fits the window that it was made for, and the next window is another one: noise, or other domains. So of a
-saving, what earlier plans of the same kind predicted too much is not expected.
+A plan fits the window that it was made for, and the next window is another one: noise, or other domains. So a plan is
+judged by the next window, which it has not seen, and what is expected of the next plan is what that window found.
 
-1. *Short* plans are made for the last window. What they predict is priced under that window with its noise once more.
-2. *Long* plans are made for the mean of all remembered windows, and priced as the mean over these.
-3. The *first* placement and that of now are candidates, too, and are expected to save what they are priced at, because
-   no window made them.
+1. *Short* plans are made for the last window. The newest findings decide.
+2. *Long* plans are made for the mean of all remembered windows; a short plan that is followed begins a new memory.
+3. The *first* placement is a plan, too, which no window made.
 """
 
 from __future__ import annotations
@@ -93,15 +92,12 @@ def live_table(table: ExpertTable, devices: Devices) -> ExpertTable | None:
 
 
 SHORT, LONG, FIRST = "short", "long", "first"
-# Windows that judge a plan. One is not enough for a long plan: where two loads take turns, the next window is the one
-# that the plan weighs less.
-JUDGED_BY = {SHORT: 1, LONG: 4}
-# Part of a prediction that is expected before any plan was judged: the chance of several windows is less than of one.
-PRIOR = {SHORT: 0.5, LONG: 0.8}
-# Standard errors of what is predicted too much that are subtracted, too. Where two loads take turns, judgements of a
-# long plan differ much, and their mean over four windows hardly does.
-ERRORS = {SHORT: 1.0, LONG: 0.0}
-SPREAD = 0.02  # standard deviation, as a part of a step, of what is predicted too much, before two plans were judged
+# Windows after which a finding counts half. Of short plans the newest ones decide, because domains change at once. Of
+# the others several do: where two loads take turns, one window says only how the plan serves one of them.
+HALF_LIFE = {SHORT: 1.0, LONG: 4.0, FIRST: 4.0}
+MOST_FOUND = 16  # findings that are kept, the oldest of which hardly count
+SPREAD = 0.03  # standard deviation of a finding
+ERRORS = 1.0  # standard errors of their mean that are subtracted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,73 +107,14 @@ class LastingSettings:
     Attributes:
         least_share: Part of a step that a plan must be expected to save.
         num_windows: Windows that are remembered.
-        half_life: Windows after which one counts half.
+        half_life: Windows after which one counts half in the mean that a long plan is made for.
         hysteresis: Part by which the expected saving over the horizon must exceed the seconds of the move.
     """
 
     least_share: float = 0.02
     num_windows: int = 6
-    half_life: float = 6.0
+    half_life: float = 3.0
     hysteresis: float = 0.1
-
-
-@dataclass(slots=True)
-class _Excess:
-    """By how much plans of a kind predicted more than later windows found, as parts of a step; older ones count less.
-
-    What a plan gains by the chance of its own window is about the same part of a step, whether the plan saves much or
-    little. So it is subtracted: a ratio that was learned from the first plan, which saves most, would let later ones
-    chase noise.
-
-    Attributes:
-        prior: Part of a prediction that is expected before any plan was judged.
-        num_errors: Standard errors that are subtracted, too.
-        weight, total, squares: Judgements, and the sums of what they found too much and of its squares.
-    """
-
-    prior: float
-    num_errors: float
-    weight: float = 0.0
-    total: float = 0.0
-    squares: float = 0.0
-
-    def judge(self, predicted: float, found: float) -> None:
-        """Take in what a window found of a plan; both are parts of a step."""
-        self.weight += 1.0
-        self.total += predicted - found
-        self.squares += (predicted - found) ** 2
-
-    def age(self, kept: float) -> None:
-        """Let all judgements so far count less."""
-        self.weight *= kept
-        self.total *= kept
-        self.squares *= kept
-
-    def expected(self, predicted: float) -> float:
-        """Return what is to be expected of a prediction, less the uncertainty of it; never more than the prediction."""
-        if not self.weight:
-            return self.prior * predicted
-        mean = self.total / self.weight
-        variance = (SPREAD**2 + self.squares - self.weight * mean**2) / (1 + self.weight)
-        return predicted - max(mean + self.num_errors * math.sqrt(max(variance, 0.0) / self.weight), 0.0)
-
-
-@dataclass(slots=True, eq=False)
-class _Shadow:
-    """A plan that the next windows will judge, whether it was followed or not.
-
-    Attributes:
-        kind: Kind of the plan.
-        base, table: Placements before and after.
-        predicted: Part of a step that it was predicted to save.
-        num_left: Windows that have still to judge it.
-    """
-
-    kind: str
-    base: ExpertTable
-    table: ExpertTable
-    predicted: float
-    num_left: int
 
 
 @dataclass(slots=True, eq=False)
@@ -194,13 +131,10 @@ class LastingPlans:
     settings: LastingSettings = field(default_factory=LastingSettings)
     reason: str = ""
     _windows: list[ExpertLoad] = field(default_factory=list)
-    _excess: dict[str, _Excess] = field(default_factory=dict)
-    _shadows: list[_Shadow] = field(default_factory=list)
+    _plans: dict[str, ExpertTable] = field(default_factory=dict)  # of the last call, by kind
+    _found: dict[str, list[float]] = field(default_factory=dict)  # parts of a step that later windows found saved
+    _base: ExpertTable | None = None  # beside which they were found
     _first: ExpertTable | None = None
-    _num_calls: int = 0
-
-    def __post_init__(self) -> None:
-        self._excess = {kind: _Excess(PRIOR[kind], ERRORS[kind]) for kind in JUDGED_BY}
 
     @property
     def needs_pairs(self) -> bool:
@@ -213,20 +147,19 @@ class LastingPlans:
             self._forget()
             self.reason = "devices changed"
             return self.policy(view)
+        priced_s = _step_s(view.load, view.table, view)
+        if not priced_s > 0:
+            self.reason = "the window has no tokens"
+            return view.table
         if self._windows and self._windows[-1].tokens.shape != view.load.tokens.shape:
             self._forget()
-        self._judge(view)
-        self._remember(view)
-        priced_s = _step_s(view.load, view.table, view)
+        self._judge(view, priced_s)
+        self._plan(view)
         best, saved_s, kind = view.table, 0.0, ""
-        for name, (table, predicted_s) in self._candidates(view, priced_s).items():
-            expected_s = predicted_s
-            if name in self._excess:
-                expected_s = priced_s * self._excess[name].expected(predicted_s / priced_s)
-            net_s = expected_s - self._moves_s(view, table)
+        for name, table in self._plans.items():
+            net_s = priced_s * self._expected(name, view) - self._moves_s(view, table)
             if net_s > saved_s:
                 best, saved_s, kind = table, net_s, name
-        self._num_calls += 1
         if best is view.table:
             self.reason = "no plan is expected to save anything"
             return best
@@ -237,52 +170,49 @@ class LastingPlans:
         if saved_s < self.settings.least_share * step_s:
             self.reason += f", and {self.settings.least_share:.2%} are required"
             return view.table
+        if kind == SHORT:  # the load is another one than before
+            del self._windows[:-1]
         return replace(best, version=view.table.version + 1)
 
     def _forget(self) -> None:
         self._windows.clear()
-        self._shadows.clear()
-        self._first = None
+        self._plans.clear()
+        self._base = self._first = None
 
-    def _judge(self, view: PlaceView) -> None:
-        """Let the window judge the plans that were made before it."""
-        for excess in self._excess.values():
-            excess.age(0.5 ** (1 / self.settings.half_life))
-        for shadow in self._shadows:
-            if shadow.table.logical_of.shape != view.table.logical_of.shape:
-                continue
-            before_s, after_s = (_step_s(view.load, each, view) for each in (shadow.base, shadow.table))
-            if before_s > 0:
-                self._excess[shadow.kind].judge(shadow.predicted, 1 - after_s / before_s)
-            shadow.num_left -= 1
-        self._shadows = [each for each in self._shadows if each.num_left]
+    def _judge(self, view: PlaceView, priced_s: float) -> None:
+        """Let the window judge the plans of the last call, which have not seen it, beside the present placement."""
+        if self._base is None or not np.array_equal(self._base.logical_of, view.table.logical_of):
+            self._found, self._base = {}, view.table
+        for kind, table in self._plans.items():
+            if table.logical_of.shape == view.table.logical_of.shape:
+                saved = 1 - _step_s(view.load, table, view) / priced_s
+                self._found[kind] = [*self._found.get(kind, []), saved][-MOST_FOUND:]
 
-    def _remember(self, view: PlaceView) -> None:
-        self._first = self._first or view.table
+    def _plan(self, view: PlaceView) -> None:
+        """Make plans for the last window and for the mean of all; the first placement is one, too."""
         self._windows.append(replace(view.load, pairs=None))
         del self._windows[: -self.settings.num_windows]
-
-    def _candidates(self, view: PlaceView, priced_s: float) -> dict[str, tuple[ExpertTable, float]]:
-        """Return placements by kind, with the seconds a step that each one is predicted to save.
-
-        Args:
-            priced_s: Seconds of a step now.
-        """
-        found: dict[str, tuple[ExpertTable, float]] = {}
-        short = self.policy(view)
-        noisy = with_noise(view.load, self._num_calls)
-        found[SHORT] = short, _step_s(noisy, view.table, view) - _step_s(noisy, short, view)
+        self._plans = {SHORT: self.policy(view)}
+        if self._first is None or self._first.logical_of.shape != view.table.logical_of.shape:
+            self._first = view.table
+        else:
+            self._plans[FIRST] = self._first
         if len(self._windows) > 1:
-            weights = self._weights()
-            long = self.policy(replace(view, load=replace(mean_load(self._windows, weights), pairs=view.load.pairs)))
-            found[LONG] = long, self._saved_s(view, long, weights)
-            if self._first is not None and self._first.logical_of.shape == view.table.logical_of.shape:
-                found[FIRST] = self._first, self._saved_s(view, self._first, weights)
-        for kind, num_windows in JUDGED_BY.items():
-            if kind in found and found[kind][0] is not view.table and priced_s > 0:
-                table, predicted_s = found[kind]
-                self._shadows.append(_Shadow(kind, view.table, table, predicted_s / priced_s, num_windows))
-        return found
+            load = replace(mean_load(self._windows, self._weights()), pairs=view.load.pairs)
+            self._plans[LONG] = self.policy(replace(view, load=load))
+
+    def _expected(self, kind: str, view: PlaceView) -> float:
+        """Return the part of a step that a plan of the last call's kinds is expected to save."""
+        found = self._found.get(kind, [])
+        if found:
+            weights = 0.5 ** (np.arange(len(found))[::-1] / HALF_LIFE[kind])
+            return float(weights @ found / weights.sum() - ERRORS * SPREAD / math.sqrt(weights.sum()))
+        if len(self._plans) > 1 or len(view.load.tokens) < 2:
+            return 0.0
+        # No window has judged a plan yet, so half of the sources judge one for the others.
+        seen, unseen = _halves(view.load)
+        table = self.policy(replace(view, load=seen))
+        return 1 - _step_s(unseen, table, view) / _step_s(unseen, view.table, view)
 
     def _weights(self) -> np.ndarray:
         """Return float64[windows], weights of windows by their age and their steps; they sum to 1."""
@@ -290,14 +220,8 @@ class LastingPlans:
         weights = 0.5 ** (ages / self.settings.half_life) * [max(each.num_steps, 1.0) for each in self._windows]
         return np.asarray(weights / weights.sum())
 
-    def _saved_s(self, view: PlaceView, table: ExpertTable, weights: np.ndarray) -> float:
-        each = [_step_s(load, view.table, view) - _step_s(load, table, view) for load in self._windows]
-        return float(weights @ each)
-
     def _moves_s(self, view: PlaceView, table: ExpertTable) -> float:
         """Return the seconds per step of the moves, spread over the horizon."""
-        if table is view.table:
-            return 0.0
         seconds = move_s(moves_between(view.table, table, view.devices), view.devices, view.prices)
         return (1 + self.settings.hysteresis) * seconds / max(view.limits.horizon_steps, 1.0)
 
@@ -306,15 +230,11 @@ def _step_s(load: ExpertLoad, table: ExpertTable, view: PlaceView) -> float:
     return score(load, table, view.devices, view.prices).step_s
 
 
-def with_noise(load: ExpertLoad, seed: int) -> ExpertLoad:
-    """Return a window as another one of as many steps might be, if only chance differs.
-
-    A plan that fits the chance of its own window gains nothing by it in this one.
-    """
-    total = load.total
-    spread = np.sqrt(load.variance / max(load.num_steps, 1.0)) / np.maximum(total, np.finfo(float).tiny)
-    factor = np.maximum(1 + spread * np.random.default_rng(seed).standard_normal(total.shape), 0.0)
-    return replace(load, tokens=load.tokens * np.where(total > 0, factor, 1.0))
+def _halves(load: ExpertLoad) -> tuple[ExpertLoad, ExpertLoad]:
+    """Return the load as if every second source sent what the one before it does, and the other way round."""
+    even = np.arange(len(load.tokens)) // 2 * 2
+    odd = np.minimum(even + 1, len(even) - 1)
+    return replace(load, tokens=load.tokens[even]), replace(load, tokens=load.tokens[odd])
 
 
 def mean_load(windows: list[ExpertLoad], weights: np.ndarray) -> ExpertLoad:

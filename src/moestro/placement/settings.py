@@ -60,8 +60,8 @@ class LivePlacementSettings(CheckedSettings):
     )
     placement_least_saving: Annotated[float, between(0, 1)] = LastingSettings().least_share
     (
-        "Part of a step, as measured or as priced, that a plan must be expected to save, by what earlier plans found of"
-        " what they predicted. 0: the server follows each plan that pays, without a memory."
+        "Part of a step, as measured or as priced, that a plan must be expected to save, by what windows found that"
+        " earlier plans had not seen. 0: the server follows each plan that pays, without a memory."
     )
     # 64 MiB pass a link of 50 GB/s (400 Gbit/s) in 1.3 ms, about 5 % of a decode step of 25 ms. Not swept.
     placement_max_bytes_per_step: Annotated[int, at_least(1)] = 64 << 20

@@ -60,15 +60,19 @@ def write_json(flag: str, path: Path, contents: object) -> None:
     _write(flag, path, msgspec.json.encode(contents) + b"\n")
 
 
-def write_tensorrt_llm(path: Path, rows: Ints, layers: tuple[int, ...]) -> None:
+def write_tensorrt_llm(path: Path, rows: Ints, profile: ExpertProfile, num_mtp_layers: int) -> None:
     """Write the YAML of TensorRT-LLM's static load balancer.
 
     Args:
         path: The file.
         rows: int32[layers, slots], expert in each slot, device by device.
-        layers: Number of each layer in the network.
+        profile: Profile with the number of each layer in the network.
+        num_mtp_layers: Layers for multi-token prediction, which TensorRT-LLM numbers after those of the network. No
+            load of theirs is known, so they get experts in order.
     """
-    assignments = {layer: row.tolist() for layer, row in zip(layers, rows, strict=True)}
+    num_layers = profile.num_model_layers + num_mtp_layers
+    every = all_model_layers(rows, profile.layers, num_layers, profile.num_experts)
+    assignments = {layer: every[layer] for layer in (*profile.layers, *range(profile.num_model_layers, num_layers))}
     contents = {
         "num_slots": int(rows.shape[1]),
         "initial_global_assignments": assignments,
@@ -141,10 +145,10 @@ def table_of_rows(rows: Ints, table: ExpertTable, devices: Devices) -> ExpertTab
 
 
 def all_model_layers(rows: Ints, layers: tuple[int, ...], num_model_layers: int, num_experts: int) -> list[list[int]]:
-    """Return a row for every layer of the network; dense layers get experts in order, which SGLang does not use."""
-    in_order = (np.arange(rows.shape[1]) % num_experts).tolist()
-    row_of = dict(zip(layers, rows.tolist(), strict=True))
-    return [row_of.get(layer, in_order) for layer in range(num_model_layers)]
+    """Return a row for every layer of the network; those without a recorded load get experts in order."""
+    in_order = np.arange(rows.shape[1]) % num_experts
+    row_of = dict(zip(layers, rows, strict=True))
+    return [row_of.get(layer, in_order).tolist() for layer in range(num_model_layers)]
 
 
 def read_current(flag: str, contents: Any, devices: Devices, layers: tuple[int, ...], num_experts: int) -> ExpertTable:

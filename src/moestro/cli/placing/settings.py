@@ -28,6 +28,7 @@ DEFAULT_TOKENS_PER_STEP = 256
 # of the known networks with the most experts has (512, Qwen3-Next). More would only keep a machine busy for hours.
 MOST_DEVICES = 1024
 MOST_SLOTS = 1024
+MOST_MTP_LAYERS = 64  # networks have 1 to 3, and a draft is as many tokens long
 # The default policy for engines that divide tokens evenly among copies.
 EVEN_POLICY = "moestro:weighted=0"
 
@@ -151,6 +152,8 @@ class OutputSettings(CheckedSettings):
     "Write the file for SGLang's --init-expert-location here. Every slot then gets an expert, and copies share evenly."
     tensorrt_llm: Annotated[Path | None, _OUTPUT] = None
     "Write TensorRT-LLM's YAML of a load balancer here, under the same two conditions."
+    mtp_layers: Annotated[int, between(0, MOST_MTP_LAYERS), _OUTPUT] = 0
+    "Layers for multi-token prediction that TensorRT-LLM runs: each gets a row too, with experts in order."
     png: Annotated[Path | None, _OUTPUT] = None
     "Draw load by layer and device, pairs of experts and moves here. Needs matplotlib."
     apply: Annotated[str | None, _OUTPUT] = None
@@ -172,6 +175,8 @@ class OutputSettings(CheckedSettings):
         )
         if self.png is not None and not self.png.suffix:  # matplotlib would write another file than is named
             raise ConfigError(f"--png {self.png}: the name must end in the form of the picture, such as .png")
+        if self.mtp_layers and self.tensorrt_llm is None:
+            raise ConfigError(f"--mtp-layers {self.mtp_layers} adds rows to the file of --tensorrt-llm: give that too")
 
     @property
     def is_for_engines(self) -> bool:

@@ -512,5 +512,6 @@ def _write_for_engines(console: Console, question: PlaceQuestion, rows: Ints) ->
             f" --ep-num-redundant-experts {rows.shape[1] - profile.num_experts}",
         )
     if output.tensorrt_llm is not None:
-        write_tensorrt_llm(output.tensorrt_llm, rows, profile.layers)
-        line(console, f"written: {output.tensorrt_llm}, for moe_config.load_balancer")
+        write_tensorrt_llm(output.tensorrt_llm, rows, profile, output.mtp_layers)
+        hint = "" if output.mtp_layers else "; with multi-token prediction it needs rows of --mtp-layers too"
+        line(console, f"written: {output.tensorrt_llm}, for moe_config.load_balancer{hint}")

@@ -253,8 +253,7 @@ class _Plan:
         for some in (worthwhile[:TRIED_FIRST], worthwhile[TRIED_FIRST:]):
             if not len(some):
                 break
-            better = search.best(self._starts(found, counts, some, may_receive=search.may_receive), some)
-            changed = self.pricer.price(better, some)
+            better, changed = search.best(self._starts(found, counts, some, may_receive=search.may_receive), some)
             stepped.put(some, better)
             prices = prices.with_layers(some, changed)
             if search.cost_of(changed).sum() > (1 - WORTH) * cost[some].sum():

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import EMPTY
-from moestro.placement.contract import Floats, PlaceView, TokenOrigins
+from moestro.placement.contract import Floats, PlaceView, devices_last
 from moestro.placement.eplb import rebalance_experts
 from moestro.placement.kernel.choice import search_kernel
 from moestro.placement.score import idle_parts
@@ -34,43 +34,37 @@ LEAST_GAIN = 1e-6  # of a layer's seconds; less is rounding
 NONE = -1
 
 
-def step_prices(
-    view: PlaceView, problem: PlaceProblem, origin: TokenOrigins, layers: NDArray[np.intp], *, may_receive: bool
-) -> StepPrices:
-    """Return the prices of some layers.
+def step_prices(pricer: Pricer, problem: PlaceProblem, *, may_receive: bool) -> StepPrices:
+    """Return the prices of the pricer's layers.
 
     Args:
-        problem: The view as the search has it.
-        origin: Sums of the view's load.
+        problem: Problem of the same layers.
         may_receive: Whether devices may receive copies; without, copies are only dropped.
     """
-    prices, live = view.prices, np.flatnonzero(view.devices.is_alive)
-    own_s, node_s, far_s = prices.row_s
-    total = origin.total[layers]
-    owned = origin.by_device[live[:, None], layers].transpose(1, 2, 0)
-    node_at = origin.node_at[live]
-    of_node = origin.by_node[:, layers][node_at].transpose(1, 2, 0)
-    sooner_s = (far_s - node_s) * owned
-    near_s = far_s * total[:, :, None] - (far_s - node_s) * of_node - 2 * (node_s - own_s) * owned
+    origin, live = pricer.origin, np.flatnonzero(pricer.view.devices.is_alive)
+    own_s, node_s, far_s = pricer.view.prices.row_s
+    owned, node_at = devices_last(origin.by_device, live), origin.node_at[live]
+    near_s = devices_last(far_s * origin.total - (far_s - node_s) * origin.by_node, node_at)
+    near_s -= 2 * (node_s - own_s) * owned
     return StepPrices(
-        work_s=_work_by_copies(view, total, layers, len(live)),
-        near_s=np.ascontiguousarray(near_s),
-        sooner_s=np.ascontiguousarray(sooner_s),
+        work_s=_work_by_copies(pricer, len(live)),
+        near_s=near_s,
+        sooner_s=(far_s - node_s) * owned,
         rest_s=far_s * owned.sum(axis=1),
         speed=problem.speed,
         node_at=np.ascontiguousarray(node_at),
         room=problem.room,
-        moved=np.ascontiguousarray(problem.moved[layers]),
+        moved=problem.moved,
         move_s=problem.move_s,
         may_receive=may_receive,
     )
 
 
-def _work_by_copies(view: PlaceView, total: Floats, layers: NDArray[np.intp], num_devices: int) -> Floats:
-    prices = view.prices
+def _work_by_copies(pricer: Pricer, num_devices: int) -> Floats:
+    prices, total = pricer.view.prices, pricer.origin.total
     copies = np.arange(num_devices + 1)
     share = 1.0 / np.maximum(copies, 1)
-    idle = np.repeat((1 - np.minimum(view.load.activated[layers], 1.0))[:, :, None], len(copies), axis=2)
+    idle = np.repeat((1 - np.minimum(pricer.load.activated, 1.0))[:, :, None], len(copies), axis=2)
     reads = prices.expert_s * (1 - idle_parts(idle, np.broadcast_to(share, idle.shape)))
     work: Floats = prices.token_s * total[:, :, None] * share + reads
     work[:, :, 0] = 0.0
@@ -357,15 +351,17 @@ class PriceSearch:
         least_s: Floats = rows_s + work_s / speed.sum()
         return least_s
 
-    def best(self, starts: list[Experts], layers: NDArray[np.intp]) -> Packing:
-        """Return the best placement found of each of some layers.
+    def best(self, starts: list[Experts], layers: NDArray[np.intp]) -> tuple[Packing, LayerPrices]:
+        """Return the best placement found of each of some layers, and what it costs.
 
         Args:
             starts: int64[layers, devices, slots] each, of these layers.
             layers: Their numbers.
         """
-        prices = step_prices(self.pricer.view, self.problem, self.pricer.origin, layers, may_receive=self.may_receive)
-        best, has_many = _Best(self, self.problem.of_layers(layers), layers), is_small(self.problem)
+        pricer, problem = self.pricer.of_layers(layers), self.problem.of_layers(layers)
+        has_many = is_small(self.problem)
+        prices = step_prices(pricer, problem, may_receive=self.may_receive)
+        best = _Best(self, pricer, problem)
         best.take(lower_prices(prices, np.stack(starts), NUM_STARTS if has_many else 1))
         if self.may_receive and has_many:
             draws = np.random.default_rng(0)
@@ -374,14 +370,10 @@ class PriceSearch:
                 _exchange_at_random(expert, self.problem.room, draws)
                 best.take(lower_prices(prices, expert[None], 1))
         assert best.packing is not None
-        return best.packing
-
-    def cost(self, packing: Packing, layers: NDArray[np.intp] | None = None) -> Floats:
-        """Return float64[placements], seconds per step, with those of the moves."""
-        return self.cost_of(self.pricer.price(packing, layers))
+        return best.packing, pricer.price(best.packing)
 
     def cost_of(self, prices: LayerPrices) -> Floats:
-        """Return the same of placements that are priced already."""
+        """Return float64[placements], seconds per step, with those of the moves."""
         cost: Floats = prices.step_s + self.move_weight * prices.receive_s.mean(axis=1)
         return cost
 
@@ -398,24 +390,25 @@ class _Best:
     """The best placements so far.
 
     Args:
-        search, problem, layers: What is searched, with the problem of these layers alone.
+        search, pricer, problem: What is searched, with the pricer and the problem of these layers alone.
 
     Attributes:
         even: int64[layers, devices, slots], the best one of each layer with equal shares.
         packing: The best one of each layer, with shares where they make it better.
     """
 
-    def __init__(self, search: PriceSearch, problem: PlaceProblem, layers: NDArray[np.intp]) -> None:
-        self._search, self._problem, self._layers = search, problem, layers
-        self._least, self._least_even = np.full(len(layers), np.inf), np.full(len(layers), np.inf)
-        self.even: Experts = np.zeros((len(layers), *problem.room.shape), np.int64)
+    def __init__(self, search: PriceSearch, pricer: Pricer, problem: PlaceProblem) -> None:
+        self._search, self._pricer, self._problem = search, pricer, problem
+        num_layers = problem.shape[0]
+        self._least, self._least_even = np.full(num_layers, np.inf), np.full(num_layers, np.inf)
+        self.even: Experts = np.zeros((num_layers, *problem.room.shape), np.int64)
         self.packing: Packing | None = None
 
     def take(self, expert: Experts) -> None:
         """Take in a placement of each layer, int64[layers, devices, slots]."""
         even = packing_of(self._problem, expert, even_shares(expert, self._problem.shape[1]))
         for packing in (even, *self._search.shared(self._problem, even)):
-            cost = self._search.cost(packing, self._layers)
+            cost = self._search.cost_of(self._pricer.price(packing))
             if packing is even:
                 better = cost < self._least_even
                 self.even[better], self._least_even[better] = expert[better], cost[better]

@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY, OTHER_NODE, ExpertTable
-from moestro.placement.contract import Devices, Floats, PlaceLimits, PlacePrices, PlaceView, TokenOrigins
+from moestro.placement.contract import (
+    Devices,
+    Floats,
+    PlaceLimits,
+    PlacePrices,
+    PlaceView,
+    TokenOrigins,
+    devices_last,
+)
 from moestro.placement.score import idle_parts, score_slots
 
 Experts = NDArray[np.int64]
@@ -200,8 +208,8 @@ def _ways_of_rows(view: PlaceView, origin: TokenOrigins, live: NDArray[np.intp])
         return None
     row_s = np.zeros((origin.total.shape[0], origin.total.shape[1] + 1, len(live)))
     near = far_s * origin.total - (far_s - node_s) * origin.by_node  # [nodes, layers, experts]
-    row_s[:, :-1] = near.transpose(1, 2, 0)[:, :, origin.node_at[live]]
-    row_s[:, :-1] -= (node_s - own_s) * origin.by_device[live].transpose(1, 2, 0)
+    row_s[:, :-1] = devices_last(near, origin.node_at[live])
+    row_s[:, :-1] -= (node_s - own_s) * devices_last(origin.by_device, live)
     saved_s = (row_s.mean(axis=2) - row_s.min(axis=2)).sum(axis=1)
     return None if (saved_s <= worth_s).all() else row_s
 
@@ -496,17 +504,19 @@ class LayerPrices:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pricer:
-    """Prices placements for one view.
+    """Prices placements of the layers of a view, or of some of them.
 
     Attributes:
-        view, problem: What is placed.
-        origin: Sums of the view's load.
+        view: What is placed.
+        load, origin: Load of the layers, and its sums.
+        moved: As in `PlaceProblem`.
         in_node: bool[live devices, layers, experts], whether a live device of the same node holds the expert.
     """
 
     view: PlaceView
-    problem: PlaceProblem
+    load: ExpertLoad
     origin: TokenOrigins
+    moved: NDArray[np.bool_]
     in_node: NDArray[np.bool_]
 
     @classmethod
@@ -517,35 +527,33 @@ class Pricer:
         in_node = np.zeros((len(nodes), *problem.shape[:2]), np.bool_)
         device, layer, slot = np.nonzero(view.table.logical_of[live] != EMPTY)
         in_node[node_at[device], layer, view.table.logical_of[live[device], layer, slot]] = True
-        return cls(view, problem, origin, in_node[node_at])
+        return cls(view, view.load, origin, problem.moved, in_node[node_at])
 
-    def price(self, packing: Packing, layers: NDArray[np.intp] | None = None) -> LayerPrices:
-        """Price placements.
+    def of_layers(self, layers: NDArray[np.intp]) -> Pricer:
+        """Return the pricer of some layers; one that is named twice comes twice."""
+        load, origin = self.load, self.origin.of_layers(layers)
+        # Tokens of all sources are much to copy, and are often the same array.
+        tokens = origin.by_device if self.origin.by_device is load.tokens else load.tokens.take(layers, axis=1)
+        load = ExpertLoad(tokens, load.variance[layers], load.activated[layers], load.num_steps)
+        return Pricer(self.view, load, origin, self.moved[layers], self.in_node.take(layers, axis=1))
 
-        Args:
-            packing: Placements, a layer each.
-            layers: int64[placements], the layer that each of them places; None means all layers in order.
-        """
-        view, load, origin = self.view, self.view.load, self.origin
-        if layers is None:
-            layers = np.arange(self.problem.shape[0])
-        else:
-            load = ExpertLoad(load.tokens[:, layers], load.variance[layers], load.activated[layers], load.num_steps)
-            origin = origin.of_layers(layers)
-        found = score_slots(load, _slots_of(view, packing.expert, packing.share), view.devices, view.prices, origin)
-        num_devices = self.problem.shape[2]
+    def price(self, packing: Packing) -> LayerPrices:
+        """Price a placement of each layer."""
+        view = self.view
+        slots = _slots_of(view, packing.expert, packing.share)
+        found = score_slots(self.load, slots, view.devices, view.prices, self.origin)
         # Indices into flat arrays: several times faster than indices by axis.
-        num_layers, num_rows, _ = self.problem.moved.shape  # the last row is that of EMPTY
-        what = layers[:, None, None] * num_rows + packing.expert % num_rows
-        is_moved = self.problem.moved.reshape(-1).take(what * num_devices + np.arange(num_devices)[:, None])
+        num_layers, num_rows, num_devices = self.moved.shape  # the last row is that of EMPTY
+        what = np.arange(num_layers)[:, None, None] * num_rows + packing.expert % num_rows
+        is_moved = self.moved.reshape(-1).take(what * num_devices + np.arange(num_devices)[:, None])
         row, device, slot = np.nonzero(is_moved)
         expert = packing.expert[row, device, slot]
-        is_near = self.in_node.reshape(-1).take((device * num_layers + layers[row]) * (num_rows - 1) + expert)
+        is_near = self.in_node.reshape(-1).take((device * num_layers + row) * (num_rows - 1) + expert)
         _, node_s, far_s = (view.prices.expert_bytes / each for each in view.prices.move_bytes_per_s)
-        index, shape = row * num_devices + device, (len(layers), num_devices)
-        receives = np.bincount(index, minlength=shape[0] * shape[1]).reshape(shape)
+        index, shape = row * num_devices + device, (num_layers, num_devices)
+        receives = np.bincount(index, minlength=num_layers * num_devices).reshape(shape)
         seconds = np.where(is_near, node_s, far_s)
-        receive_s = np.bincount(index, seconds, shape[0] * shape[1]).astype(float).reshape(shape)
+        receive_s = np.bincount(index, seconds, num_layers * num_devices).astype(float).reshape(shape)
         return LayerPrices(found.compute_s, found.exchange_s, receives, receive_s)
 
 

@@ -446,7 +446,7 @@ class SmallSearch:
 
     def _cost(self, packing: Packing, layers: NDArray[np.intp]) -> Floats:
         """Return float64[placements], seconds per step and of the move."""
-        prices = self.pricer.price(packing, layers)
+        prices = self.pricer.of_layers(layers).price(packing)
         cost: Floats = prices.step_s + self.move_weight * prices.receive_s.max(axis=1)
         return cost
 

@@ -43,18 +43,24 @@ class Layer {
           compute_s_(prices.num_devices, 0.0),
           rows_s_(prices.rest_s + layer * prices.num_devices, prices.rest_s + (layer + 1) * prices.num_devices),
           slowness_(prices.num_devices),
-          inverse_(prices.num_devices + 1, 1.0) {
+          inverse_(prices.num_devices + 1, 1.0),
+          slowness_of_(prices.num_devices * prices.num_slots),
+          device_of_(prices.num_devices * prices.num_slots),
+          node_of_(prices.num_devices) {
         for (int64_t count = 1; count <= num_devices_; ++count) inverse_[count] = 1.0 / double(count);
         for (int64_t device = 0; device < num_devices_; ++device) {
             slowness_[device] = 1 / prices.speed[device];
             const auto node = std::find_if(nodes_.begin(), nodes_.end(),
                                            [&](const Node& each) { return same_node(each.devices[0], device); });
+            node_of_[device] = node - nodes_.begin();
             if (node == nodes_.end()) {
                 nodes_.push_back({{device}, 0.0, 0.0});
             } else {
                 node->devices.push_back(device);
             }
             for (int64_t slot = 0; slot < num_slots_; ++slot) {
+                device_of_[device * num_slots_ + slot] = device;
+                slowness_of_[device * num_slots_ + slot] = slowness_[device];
                 const int64_t what = expert_[device * num_slots_ + slot];
                 if (what == EMPTY) continue;
                 ++copies_[what];
@@ -89,15 +95,15 @@ class Layer {
         least_ = now - least_gain * now;
         has_found_ = false;
         set_highest();
-        const Largest compute_s(compute_s_), rows_s(rows_s_);
+        look_up_nodes();
+        const Heaviest heaviest = {Largest(compute_s_), Largest(rows_s_), Largest(node_rows_s_)};
         for (int nth = 0; nth < NUM_WATCHED; ++nth) {
-            slow_[nth] = std::max(compute_s.device[nth], int64_t(0));
-            busy_[nth] = std::max(rows_s.device[nth], int64_t(0));
+            slow_[nth] = std::max(heaviest.compute_s.at[nth], int64_t(0));
+            busy_[nth] = std::max(heaviest.rows_s.at[nth], int64_t(0));
         }
         look_up_changes();
-        look_up_nodes();
-        try_steps_of(slowest_, compute_s, rows_s);
-        if (busiest_ != slowest_) try_steps_of(busiest_, compute_s, rows_s);
+        try_steps_of(slowest_, heaviest);
+        if (busiest_ != slowest_) try_steps_of(busiest_, heaviest);
         if (has_found_) take(best_);
         return has_found_;
     }
@@ -116,19 +122,19 @@ class Layer {
         }
     }
 
-    // Largest values of the devices, in falling order, as many as leave one when two devices are left out.
+    // Largest values of devices or nodes, in falling order, as many as leave one when two are left out.
     struct Largest {
-        int64_t device[NUM_WATCHED];
+        int64_t at[NUM_WATCHED];
         double value[NUM_WATCHED];
 
         explicit Largest(const std::vector<double>& values) {
             for (int nth = 0; nth < NUM_WATCHED; ++nth) {
-                device[nth] = NONE;
+                at[nth] = NONE;
                 value[nth] = 0.0;
                 for (int64_t i = 0; i < int64_t(values.size()); ++i) {
-                    if (i == device[0] || (nth == 2 && i == device[1])) continue;
-                    if (device[nth] == NONE || values[i] > value[nth]) {
-                        device[nth] = i;
+                    if (i == at[0] || (nth == 2 && i == at[1])) continue;
+                    if (at[nth] == NONE || values[i] > value[nth]) {
+                        at[nth] = i;
                         value[nth] = values[i];
                     }
                 }
@@ -137,20 +143,31 @@ class Layer {
 
         double without(int64_t one, int64_t other) const {
             int nth = 0;
-            while (nth < 2 && (device[nth] == one || device[nth] == other)) ++nth;
+            while (nth < 2 && (at[nth] == one || at[nth] == other)) ++nth;
             return value[nth];
         }
     };
 
-    // What the copy of a slot adds to its own device and would add to another one, and what it saves the busiest one
-    // while it is on that one's node.
+    struct Heaviest {
+        Largest compute_s, rows_s, node_rows_s;
+    };
+
+    // Rows of a slot's copy: what it adds to its own device and would add to another one, and what it saves the busiest
+    // one while it is on that one's node.
     struct SlotCosts {
-        double work_s, here_s, near_here_s, there_s, near_there_s, sooner_s;
+        double here_s, near_here_s, there_s, near_there_s, sooner_s;
     };
 
     // Seconds that a step adds at the `slow_` and at the `busy_` devices.
     struct Change {
         double compute_s[NUM_WATCHED], rows_s[NUM_WATCHED];
+    };
+
+    // What a slot's copy leaves behind if it goes: the slowest and the busiest other holder of its expert (NONE: there is
+    // none), their seconds, and what the slot's own device then receives.
+    struct Left {
+        int64_t slowest, busiest;
+        double compute_s, rows_s, here_rows_s;
     };
 
     struct Node {
@@ -160,14 +177,15 @@ class Layer {
 
     void look_up_slots(int64_t device) {
         slots_.resize(num_devices_ * num_slots_);
+        work_of_.assign(num_devices_ * num_slots_, 0.0);
         for (int64_t slot = 0; slot < num_devices_ * num_slots_; ++slot) {
             const int64_t what = expert_[slot];
             SlotCosts& costs = slots_[slot];
             costs = {};
             if (what == EMPTY) continue;
             const double share = inverse_[copies_[what]];
-            const int64_t here = what * num_devices_ + slot / num_slots_, there = what * num_devices_ + device;
-            costs.work_s = work(what, copies_[what]);
+            const int64_t here = what * num_devices_ + device_of_[slot], there = what * num_devices_ + device;
+            work_of_[slot] = work(what, copies_[what]);
             costs.here_s = share * near_s_[here];
             costs.near_here_s = share * (near_s_[here] - sooner_s_[here]);
             costs.there_s = share * near_s_[there];
@@ -177,12 +195,14 @@ class Layer {
     }
 
     void look_up_nodes() {
+        node_rows_s_.clear();
         for (Node& node : nodes_) {
             node.most_compute_s = node.most_rows_s = 0.0;
             for (const int64_t device : node.devices) {
                 node.most_compute_s = std::max(node.most_compute_s, compute_s_[device]);
                 node.most_rows_s = std::max(node.most_rows_s, rows_s_[device]);
             }
+            node_rows_s_.push_back(node.most_rows_s);
         }
     }
 
@@ -193,9 +213,12 @@ class Layer {
             added_[what] = copies_[what] < num_devices_ ? scaled(what, copies_[what] + 1) : Change{};
         }
         dropped_.resize(num_devices_ * num_slots_);
+        left_.resize(num_devices_ * num_slots_);
+        look_up_holders();
         for (int64_t slot = 0; slot < num_devices_ * num_slots_; ++slot) {
-            const int64_t what = expert_[slot], device = slot / num_slots_;
+            const int64_t what = expert_[slot], device = device_of_[slot];
             dropped_[slot] = {};
+            left_[slot] = {NONE, NONE, 0.0, 0.0, rows_s_[device]};
             if (what == EMPTY || copies_[what] < 2) continue;
             const int64_t then = copies_[what] - 1;
             Change& change = dropped_[slot] = scaled(what, then);
@@ -205,7 +228,45 @@ class Layer {
                 if (device == busy_[nth]) change.rows_s[nth] -= inverse_[then] * near_s_[at];
                 if (same_node(device, busy_[nth])) change.rows_s[nth] += inverse_[then] * sooner_s_[at];
             }
+            left_[slot] = left_by(what, device);
         }
+    }
+
+    // Writes the devices of each expert's copies one after the other.
+    void look_up_holders() {
+        first_holder_.assign(num_experts_ + 1, 0);
+        for (int64_t what = 0; what < num_experts_; ++what) first_holder_[what + 1] = first_holder_[what] + copies_[what];
+        holders_.resize(first_holder_[num_experts_]);
+        std::vector<int64_t> next(first_holder_.begin(), first_holder_.end() - 1);
+        for (int64_t slot = 0; slot < num_devices_ * num_slots_; ++slot) {
+            if (expert_[slot] != EMPTY) holders_[next[expert_[slot]]++] = device_of_[slot];
+        }
+    }
+
+    // What is left when the copy of an expert with several goes from a device.
+    Left left_by(int64_t what, int64_t device) const {
+        const int64_t now = copies_[what], then = now - 1;
+        const double more_s = work(what, then) - work(what, now), more = inverse_[then] - inverse_[now];
+        Left left = {NONE, NONE, 0.0, 0.0, 0.0};
+        for (int64_t nth = first_holder_[what]; nth < first_holder_[what + 1]; ++nth) {
+            const int64_t other = holders_[nth], at = what * num_devices_ + other;
+            double rows_s = rows_s_[other] + more * (near_s_[at] - sooner_s_[at] * double(in_node_[at]));
+            if (same_node(device, other)) rows_s += inverse_[then] * sooner_s_[at];
+            if (other == device) {
+                left.here_rows_s = rows_s - inverse_[then] * near_s_[at];
+                continue;
+            }
+            const double compute_s = compute_s_[other] + more_s * slowness_[other];
+            if (left.slowest == NONE || compute_s > left.compute_s) {
+                left.slowest = other;
+                left.compute_s = compute_s;
+            }
+            if (left.busiest == NONE || rows_s > left.rows_s) {
+                left.busiest = other;
+                left.rows_s = rows_s;
+            }
+        }
+        return left;
     }
 
     // What the copies that stay change at the watched devices if there are other numbers of them.
@@ -221,9 +282,10 @@ class Layer {
         return change;
     }
 
-    // Lower bound of the price after an expert gets a further copy in a slot: by the watched devices and the slot's own.
+    // Lower bound of the price after an expert gets a further copy in a slot: by the watched devices, the slot's own, and
+    // those that do more for the expert whose copy goes.
     double bound_of_further(int64_t what, int64_t to) const {
-        const int64_t there = to / num_slots_, then = copies_[what] + 1, other = expert_[to];
+        const int64_t there = device_of_[to], then = copies_[what] + 1, other = expert_[to];
         const Change &added = added_[what], &dropped = dropped_[to];
         const double work_s = work(what, then) * slowness_[there];
         double most_s = compute_s_[there] + work_s;
@@ -238,57 +300,108 @@ class Layer {
             if (there == busy) rows_s += share * near_s_[at];
             if (same_node(there, busy)) rows_s -= share * sooner_s_[at];
             most_rows_s = std::max(most_rows_s, rows_s);
+            if (most_s + most_rows_s > highest_) return most_s + most_rows_s;
+        }
+        const Left& left = left_[to];
+        most_rows_s = std::max(most_rows_s, left.here_rows_s + added_rows_s(what, there, there));
+        if (left.slowest != NONE) {
+            const double less_s = work(what, copies_[what]) - work(what, then);
+            const double held = held_[what * num_devices_ + left.slowest];
+            most_s = std::max(most_s, left.compute_s - held * less_s * slowness_[left.slowest]);
+            most_rows_s = std::max(most_rows_s, left.rows_s + added_rows_s(what, there, left.busiest));
         }
         return most_s + most_rows_s;
+    }
+
+    // What a further copy of an expert, on the device `there`, adds to what a device receives.
+    double added_rows_s(int64_t what, int64_t there, int64_t device) const {
+        const int64_t at = what * num_devices_ + device;
+        const double share = inverse_[copies_[what] + 1], more = share - inverse_[copies_[what]];
+        double added_s = more * (double(held_[at]) * near_s_[at] - sooner_s_[at] * double(in_node_[at]));
+        if (there == device) added_s += share * near_s_[at];
+        if (same_node(there, device)) added_s -= share * sooner_s_[at];
+        return added_s;
     }
 
     void attempt_further(int64_t what, int64_t to) {
         if (bound_of_further(what, to) <= highest_) attempt(further(what, to));
     }
 
-    // Lower bound of the price after an exchange of two slots: by their devices, and by those that stay as they are.
-    double bound(int64_t device, int64_t slot, int64_t to, const Largest& compute_s, const Largest& rows_s) const {
-        const int64_t there = to / num_slots_, what = expert_[slot];
+    // Writes for each slot what is left of a price if its copy and one of `device` are exchanged: the seconds of its own
+    // device, and the most of those that stay as they are.
+    void look_up_floors(int64_t device, const Heaviest& heaviest) {
+        const int64_t num_all = num_devices_ * num_slots_;
+        compute_of_.resize(num_all);
+        others_s_.resize(num_all);
+        others_rows_s_.resize(num_all);
+        floor_s_.resize(num_all);
+        for (int64_t there = 0, to = 0; there < num_devices_; ++there) {
+            // Between nodes, receivers on both change, too.
+            const double rows_s = same_node(device, there)
+                                      ? heaviest.rows_s.without(device, there)
+                                      : heaviest.node_rows_s.without(node_of_[device], node_of_[there]);
+            const double compute_s = heaviest.compute_s.without(device, there);
+            for (int64_t slot = 0; slot < num_slots_; ++slot, ++to) {
+                compute_of_[to] = compute_s_[there];
+                others_s_[to] = compute_s;
+                others_rows_s_[to] = rows_s;
+            }
+        }
+    }
+
+    // Lower bounds of the price after a copy of `device` is exchanged for those of all slots: by the devices that compute.
+    void set_floors(int64_t device, double work_s) {
+        const int64_t num_all = num_devices_ * num_slots_;
+        const double here_s = compute_s_[device], slowness = slowness_[device];
+        const double *works = work_of_.data(), *computes = compute_of_.data(), *slow = slowness_of_.data();
+        const double *others = others_s_.data(), *rows = others_rows_s_.data();
+        double* floors = floor_s_.data();
+        for (int64_t to = 0; to < num_all; ++to) {
+            const double first_s = here_s + (works[to] - work_s) * slowness;
+            const double second_s = computes[to] + (work_s - works[to]) * slow[to];
+            floors[to] = std::max(std::max(first_s, second_s), others[to]) + rows[to];
+        }
+    }
+
+    // A closer bound than `floor_s_`, by what both devices and the busiest one receive.
+    double bound(int64_t device, int64_t slot, int64_t to) const {
+        const int64_t there = device_of_[to], what = expert_[slot];
         const SlotCosts &one = slots_[slot], &other = slots_[to];
         const bool is_same = same_node(device, there);
+        double least_s = others_rows_s_[to];
+        if (!is_same && busiest_ != device && busiest_ != there) {
+            double busiest_s = rows_s_[busiest_];
+            if (same_node(device, busiest_)) busiest_s += one.sooner_s - other.sooner_s;
+            if (same_node(there, busiest_)) busiest_s -= one.sooner_s - other.sooner_s;
+            least_s = std::max(least_s, busiest_s);
+        }
         const double share = inverse_[copies_[what]];
         const int64_t at = what * num_devices_ + there;
         const double arriving_s = share * (is_same ? near_s_[at] : near_s_[at] - sooner_s_[at]);
-        const double first_s = compute_s_[device] + (other.work_s - one.work_s) * slowness_[device];
-        const double second_s = compute_s_[there] + (one.work_s - other.work_s) * slowness_[there];
-        const double most_s = std::max(std::max(first_s, second_s), compute_s.without(device, there));
         const double first_rows_s = rows_s_[device] + (is_same ? other.there_s - one.here_s : other.near_there_s - one.near_here_s);
         const double second_rows_s = rows_s_[there] + arriving_s - (is_same ? other.here_s : other.near_here_s);
-        double least_s = rows_s.without(device, there);
-        if (!is_same) {  // receivers on both nodes change, too
-            const double change_s = one.sooner_s - other.sooner_s;
-            least_s = 0.0;
-            if (busiest_ != device && busiest_ != there) {
-                least_s = rows_s_[busiest_];
-                if (same_node(device, busiest_)) least_s += change_s;
-                if (same_node(there, busiest_)) least_s -= change_s;
-            }
-        }
-        return most_s + std::max(std::max(first_rows_s, second_rows_s), least_s);
+        return floor_s_[to] + (std::max(std::max(first_rows_s, second_rows_s), least_s) - others_rows_s_[to]);
     }
 
-    void try_steps_of(int64_t device, const Largest& compute_s, const Largest& rows_s) {
+    void try_steps_of(int64_t device, const Heaviest& heaviest) {
         const int64_t num_all = num_devices_ * num_slots_;
         look_up_slots(device);
+        look_up_floors(device, heaviest);
         for (int64_t slot = device * num_slots_; slot < (device + 1) * num_slots_; ++slot) {
             const int64_t what = expert_[slot];
             if (what != EMPTY) {
+                set_floors(device, work_of_[slot]);
                 for (int64_t to = 0; to < num_all; ++to) {
-                    const int64_t there = to / num_slots_, other = expert_[to];
-                    if (!prices_.room[to] || is_held(what, there)) continue;
-                    if (other != EMPTY && is_held(other, device)) continue;
-                    if (bound(device, slot, to, compute_s, rows_s) > highest_) continue;
+                    if (floor_s_[to] > highest_ || !prices_.room[to]) continue;
+                    const int64_t there = device_of_[to], other = expert_[to];
+                    if (is_held(what, there) || (other != EMPTY && is_held(other, device))) continue;
+                    if (bound(device, slot, to) > highest_) continue;
                     Step step = {{{what, 0, device, there}, {NONE, 0, NONE, NONE}}, {slot, to}, {other, what}};
                     if (other != EMPTY) step.part[1] = {other, 0, there, device};
                     attempt(step);
                 }
                 for (int64_t to = 0; to < num_all; ++to) {
-                    if (is_spare(to) && !is_held(what, to / num_slots_)) attempt_further(what, to);
+                    if (is_spare(to) && !is_held(what, device_of_[to])) attempt_further(what, to);
                 }
                 if (copies_[what] > 1) {
                     attempt({{{what, -1, device, NONE}, {NONE, 0, NONE, NONE}}, {slot, NONE}, {EMPTY, NONE}});
@@ -306,7 +419,7 @@ class Layer {
     }
 
     Step further(int64_t what, int64_t to) const {
-        const int64_t there = to / num_slots_, other = expert_[to];
+        const int64_t there = device_of_[to], other = expert_[to];
         Step step = {{{what, 1, NONE, there}, {NONE, 0, NONE, NONE}}, {to, NONE}, {what, NONE}};
         if (other != EMPTY) step.part[1] = {other, -1, there, NONE};
         return step;
@@ -438,7 +551,11 @@ class Layer {
     std::vector<Node> nodes_;
     std::vector<SlotCosts> slots_;
     std::vector<Change> added_, dropped_;
-    std::vector<double> inverse_;
+    std::vector<Left> left_;
+    std::vector<int64_t> holders_, first_holder_;
+    std::vector<double> inverse_, node_rows_s_;
+    std::vector<double> slowness_of_, work_of_, compute_of_, others_s_, others_rows_s_, floor_s_;  // of slots
+    std::vector<int64_t> device_of_, node_of_;  // device of each slot, and index in `nodes_` of each device
 };
 
 }  // namespace
