@@ -184,10 +184,11 @@ class PickedExchange:
         via = b"1.1 %b" % context.shared.fleet.pseudonym
         responses = [messages.destination(list(self._endpoints), headers, via, context.removed)]
         # In fewer pieces than came: each message costs more than the bytes in it.
+        view = memoryview(body)
         for begin in range(0, len(body), _PIECE_BYTES):
             end = begin + _PIECE_BYTES
             is_last = end >= len(body) and not self._has_trailers
-            responses.append(messages.request_piece(body[begin:end], is_last=is_last))
+            responses.append(messages.request_piece(view[begin:end], is_last=is_last))
         if not body and self._chunks and not self._has_trailers:
             responses.append(messages.request_piece(b"", is_last=True))
         if self._has_trailers:

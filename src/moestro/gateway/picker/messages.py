@@ -157,7 +157,7 @@ def _end_of_destination(via: bytes, removed: tuple[str, ...]) -> bytes:
     return bytes(HeaderMutation(set_headers=[option], remove_headers=[DESTINATION, *removed]).SerializeToString())
 
 
-def request_piece(data: bytes, *, is_last: bool) -> bytes:
+def request_piece(data: bytes | memoryview, *, is_last: bool) -> bytes:
     """Return a part of the request's body, unchanged."""
     before, after = _around_piece(_REQUEST_BODY, len(data), is_last)
     return b"".join((before, data, after))
