@@ -119,16 +119,16 @@ def test_engines_that_come_together_part_at_their_first_pause():
 
 @looped
 async def test_a_check_that_is_put_off_wakes_no_task_before_its_new_time():
-    loop, alarm, asked = asyncio.get_running_loop(), CheckAlarm(), []
+    loop, alarm, calls = asyncio.get_running_loop(), CheckAlarm(), []
     due_s = [loop.time() + 0.02, loop.time() + 0.05]
 
     def due() -> float:
-        asked.append(loop.time())
-        return due_s[min(len(asked) - 1, 1)]
+        calls.append(loop.time())
+        return due_s[min(len(calls) - 1, 1)]
 
     await alarm.wait(due)
     assert loop.time() >= due_s[1] - 2 * CheckAlarm.TIMER_S
-    assert len(asked) >= 3
+    assert len(calls) >= 3
     assert not alarm.is_requested
 
 
