@@ -1,10 +1,14 @@
-"""A picker that decides nothing: the lower bound of every picker on grpc.aio. `picker_overhead.py` runs it.
+"""A picker that decides nothing: the lower bound of every picker on its transport. `picker_overhead.py` runs it.
 
-python bench/routing/minimal_picker.py 9002 127.0.0.1:8001
+    python bench/routing/minimal_picker.py 9002 127.0.0.1:8001          # on grpc.aio
+    python bench/routing/minimal_picker.py 9002 127.0.0.1:8001 floor    # on the router's own transport
+
+The second sends constants that were written before, so what it adds is Envoy's filter and two round trips of a process.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
 
 import grpc
@@ -12,6 +16,9 @@ import grpc.aio
 import uvloop
 
 from moestro.gateway.picker import ext_proc_pb2 as ext_proc
+from moestro.gateway.picker import messages
+from moestro.gateway.picker.grpc_connection import GrpcConnection
+from moestro.web.ports.faults import Faults, Port, PortFaults
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 DESTINATION = "x-gateway-destination-endpoint"
@@ -55,8 +62,64 @@ async def main(port: int, endpoint: str) -> None:
     await server.wait_for_termination()
 
 
+class Slot:
+    """A place of a connection at a port that has no bounds."""
+
+    def begins(self) -> None:
+        pass
+
+    def ends(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
+class Constants:
+    """Answers the messages of one request, whose kinds are the first byte of each: the number of its first field."""
+
+    destination = b""
+    head = messages.answer_headers([], ())
+
+    def __init__(self, call) -> None:
+        self.call = call
+
+    def message(self, data: bytes) -> None:
+        kind = data[0] >> 3
+        if kind == 2:
+            self.call.send(self.destination)
+        elif kind == 3:
+            self.call.send(self.head)
+        else:
+            message = ext_proc.ProcessingRequest.FromString(data)
+            name = message.WhichOneof("request")
+            body, write = getattr(message, name), messages.request_piece if kind == 4 else messages.response_piece
+            self.call.send(write(body.body, is_last=body.end_of_stream))
+            if kind == 5 and body.end_of_stream:
+                self.call.end()
+
+    def half_closed(self) -> None:
+        self.call.end()
+
+    def closed(self) -> None:
+        pass
+
+
+async def floor(port: int, endpoint: str) -> None:
+    Constants.destination = messages.destination([endpoint], [], b"1.1 floor", ())
+    methods, faults, connections = {f"/{SERVICE}/Process".encode(): Constants}, PortFaults(Faults(), Port.PICKER), set()
+
+    def connect() -> GrpcConnection:
+        return GrpcConnection(methods, connections, faults, Slot())
+
+    server = await asyncio.get_running_loop().create_server(connect, "127.0.0.1", port)
+    await server.serve_forever()
+
+
 if __name__ == "__main__":
     if sys.argv[1:] in ([], ["--help"]):
         print(__doc__)
+    elif sys.argv[3:] == ["floor"]:
+        uvloop.run(floor(int(sys.argv[1]), sys.argv[2]))
     else:
         uvloop.run(main(int(sys.argv[1]), sys.argv[2]))

@@ -3,10 +3,11 @@
     python bench/routing/picker_overhead.py --rounds 5 --json bench/results/routing/picker_overhead.json
 
 Envoy runs with the configuration of docs/envoy.md, and "Envoy alone" with the same without the picker's filters and by
-turns. `minimal_picker.py` decides nothing and names one engine: what grpc.aio itself costs. Every round measures all
-three in every case, one after another, so that drift of the machine affects all alike. CPU is the user and system time
-of a process and its threads, in nanoseconds of the kernel's scheduler, over the answered requests. The idle figure is
-the router's CPU with 100 engines, its own checks of health and metrics included.
+turns. `minimal_picker.py` decides nothing and names one engine: on grpc.aio ("minimal"), and on the router's own
+transport with constant answers ("floor"). Every round measures all four in every case, one after another, so that drift
+of the machine affects all alike. CPU is the user and system time of a process and its threads, in nanoseconds of the
+kernel's scheduler, over the answered requests. The idle figure is the router's CPU with 100 engines that serve
+`/metrics` of vLLM's size, its own checks of health and metrics included.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def summary(rounds: list[dict]) -> dict:
     table: dict = {}
     for case in CASES:
         row = table[case] = {name: spread([each[case][name] for each in rounds]) for name in rounds[0][case]}
-        for name in ("moestro", "minimal"):
+        for name in ("moestro", "minimal", "floor"):
             added = [each[case][f"{name}_p50_ms"] - each[case]["alone_p50_ms"] for each in rounds]
             row[f"{name}_added_p50_ms"] = spread(added)
         ratios = [each[case]["moestro_cpu_us"] / each[case]["minimal_cpu_us"] for each in rounds]
@@ -132,11 +133,13 @@ def main() -> None:
         log = directory / "router.log"
         router = stack.enter_context(running(ours("moestro", "--ext-proc", str(picker_port))(router_port, urls), log))
         wait_until_ready(f"http://127.0.0.1:{router_port}", router, log)
-        minimal_port = free_port()
-        minimal = [sys.executable, str(MINIMAL), str(minimal_port), f"127.0.0.1:{engine_ports[0]}"]
-        bound = stack.enter_context(running(minimal, directory / "minimal_picker.log"))
-        wait_for_port(minimal_port)
-        pickers = {"alone": (0, None), "moestro": (picker_port, router.pid), "minimal": (minimal_port, bound.pid)}
+        pickers: dict[str, tuple[int, int | None]] = {"alone": (0, None), "moestro": (picker_port, router.pid)}
+        for name, words in (("minimal", []), ("floor", ["floor"])):
+            bound_port = free_port()
+            bound = [sys.executable, str(MINIMAL), str(bound_port), f"127.0.0.1:{engine_ports[0]}", *words]
+            process = stack.enter_context(running(bound, directory / f"{name}_picker.log"))
+            wait_for_port(bound_port)
+            pickers[name] = (bound_port, process.pid)
         places = {}
         for name, (grpc_port, picker_pid) in pickers.items():
             port, config = free_port(), directory / f"{name}.yaml"

@@ -52,8 +52,38 @@ _CARDS = json.dumps(
 ).encode()
 
 
+def metrics_of_an_engine():
+    """Return `/metrics` of an idle engine, with the names of vLLM 0.26 and as many bytes."""
+    labels = 'engine="0",model_name="meta-llama/Llama-3.1-8B-Instruct"'
+    lines = []
+
+    def family(name, kind, samples):
+        lines.extend((f"# HELP {name} What an operator reads about {name}.", f"# TYPE {name} {kind}", *samples))
+
+    for name in ("process_virtual_memory_bytes", "process_resident_memory_bytes", "process_start_time_seconds"):
+        family(name, "gauge", [f"{name} 1.7e+09"])
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        family(f"vllm:{name}", "gauge", [f"vllm:{name}{{{labels}}} 0.0"])
+    caches = [f"{kind}_{count}" for kind in ("prefix_cache", "external_prefix_cache") for count in ("queries", "hits")]
+    for name in (*caches, "num_preemptions", "prompt_tokens", "generation_tokens"):
+        family(f"vllm:{name}_total", "counter", [f"vllm:{name}_total{{{labels}}} 12345.0"])
+        family(f"vllm:{name}_created", "gauge", [f"vllm:{name}_created{{{labels}}} 1.7e+09"])
+    config = 'block_size="16",cache_dtype="auto",engine="0",num_cpu_blocks="0",num_gpu_blocks="27000"'
+    family("vllm:cache_config_info", "gauge", [f"vllm:cache_config_info{{{config}}} 1.0"])
+    times = ("request_queue_time", "request_inference_time", "request_prefill_time", "request_decode_time")
+    counts = ("request_prompt_tokens", "request_generation_tokens", "iteration_tokens_total", "request_params_n")
+    latencies = ("time_to_first_token", "inter_token_latency", "time_per_output_token", "e2e_request_latency")
+    for name in (*(f"{each}_seconds" for each in (*times, *latencies)), *counts, "request_prefill_kv_computed_tokens"):
+        buckets = [f'vllm:{name}_bucket{{{labels},le="{1.5 * i}"}} {10.0 * i}' for i in range(24)]
+        ends = [f"vllm:{name}_count{{{labels}}} 240.0", f"vllm:{name}_sum{{{labels}}} 1234.5"]
+        family(f"vllm:{name}", "histogram", [*buckets, *ends])
+    return "\n".join(lines).encode()
+
+
 class Responder(asyncio.Protocol):
     """A server that answers completions with constants, and the paths that routers query on an engine."""
+
+    metrics, serial = metrics_of_an_engine(), itertools.count()
 
     def connection_made(self, transport):
         self.transport = transport
@@ -81,6 +111,9 @@ class Responder(asyncio.Protocol):
             self.reply(_CARDS)
         elif self.url == b"/health":
             self.reply(b"")
+        elif self.url == b"/metrics":
+            # As behind vLLM's API server, something that no router reads changes with every read.
+            self.reply(b'%b\nhttp_requests_total{handler="/metrics"} %d.0\n' % (self.metrics, next(self.serial)))
         else:
             self.reply(b"{}", b"404 Not Found")
 

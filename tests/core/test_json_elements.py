@@ -8,7 +8,14 @@ import random
 import pytest
 
 from moestro.core import clients
-from moestro.core.clients import MAX_DEPTH, MAX_ELEMENTS, count_elements, has_many_elements, is_too_deep
+from moestro.core.clients import (
+    MAX_DEPTH,
+    MAX_ELEMENTS,
+    count_elements,
+    has_many_elements,
+    is_too_deep,
+    may_have_many_elements,
+)
 
 FAR = 1 << 40
 
@@ -55,6 +62,14 @@ def test_commas_in_strings_are_no_elements():
     assert not has_many_elements(json.dumps({"prompt": ',[{"' * MAX_ELEMENTS}).encode())
     assert has_many_elements(json.dumps([0] * (MAX_ELEMENTS + 1)).encode())
     assert not has_many_elements(json.dumps([0] * (MAX_ELEMENTS - 1)).encode())
+
+
+@pytest.mark.parametrize("mark", [b",", b"[", b"{"])
+def test_a_text_with_few_marks_has_few_elements_wherever_its_marks_are(mark):
+    few = b" " * MAX_ELEMENTS + mark * MAX_ELEMENTS
+    assert not may_have_many_elements(few)
+    assert may_have_many_elements(few + b"}" * (3 << 16) + mark)
+    assert not may_have_many_elements(b"]:}" * MAX_ELEMENTS)
 
 
 def depth(value: object) -> int:

@@ -26,6 +26,7 @@ from moestro.gateway.picker.ext_proc_pb2 import HttpBody, ProcessingRequest, Pro
 from moestro.gateway.picker.grpc_calls import PartialMessages, open_call
 from moestro.gateway.picker.http2 import Http2Connection
 from moestro.gateway.picker.http2_frames import Http2Code, reset
+from moestro.gateway.picker.messages import BodyPiece
 from moestro.gateway.picker.port import ProcessCall
 
 MAX_BODY_BYTES = 100_000
@@ -198,6 +199,17 @@ def test_a_call_that_ends_in_any_way_leaves_nothing_counted(num_messages, way):
     assert app.shared.fleet.router.num_in_flight == 0
     assert not app.shared.active
     assert not served.connection.num_streams
+
+
+def test_a_body_in_one_piece_and_an_empty_one_is_not_copied():
+    _, context = router()
+    exchange, body = PickedExchange(context, "10.0.0.1", [].append), b'{"prompt": "x"}'
+    exchange.receive(ProcessingRequest(**request_headers()), 0)
+    exchange.receive_piece(BodyPiece("request_body", body, is_last=False), 0)
+    assert not exchange.is_complete
+    exchange.receive_piece(BodyPiece("request_body", b"", is_last=True), 0)
+    assert exchange.is_complete
+    assert exchange.incoming.body is body
 
 
 def test_messages_are_those_of_the_proto_file():

@@ -19,6 +19,8 @@ from moestro.gateway.picker.ext_proc_pb2 import (
     HeadersResponse,
     HeaderValue,
     HeaderValueOption,
+    HttpBody,
+    ProcessingRequest,
     ProcessingResponse,
     StreamedBodyResponse,
     TrailersResponse,
@@ -48,6 +50,30 @@ def test_a_piece_of_a_body_is_the_librarys(size, is_last):
         (messages.response_piece(data, is_last=is_last), ProcessingResponse(response_body=body)),
     ):
         assert written == expected.SerializeToString()
+
+
+@pytest.mark.parametrize("kind", ["request_body", "response_body"])
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_a_piece_of_a_body_is_read_as_the_library_reads_it(size, is_last, kind):
+    message = ProcessingRequest(**{kind: HttpBody(body=b"x" * size, end_of_stream=is_last)})
+    for written in (message.SerializeToString(), memoryview(message.SerializeToString())):
+        assert messages.body_piece(written) == (kind, b"x" * size, is_last)
+    message.metadata_context.filter_metadata["envoy.lb"].update({"x": 1})
+    assert messages.body_piece(message.SerializeToString()) is None, "its metadata would be lost"
+
+
+@given(
+    st.lists(
+        st.binary(max_size=6) | st.sampled_from([b"\x22", b"\x2a", b"\x0a", b"\x10\x01", b"\x04", b"\x80"]), max_size=8
+    )
+)
+def test_law_no_message_is_read_otherwise_than_by_the_library(parts):
+    message = b"".join(parts)
+    for each in (message, b"\x22%c%b" % (len(message), message), b"\x22%c\x0a%b" % (len(message) + 1, message)):
+        if (piece := messages.body_piece(each)) is not None:
+            read = ProcessingRequest.FromString(each)
+            assert read == ProcessingRequest(**{piece.kind: HttpBody(body=piece.data, end_of_stream=piece.is_last)})
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=3), PAIRS, st.binary(min_size=1, max_size=40), st.lists(TEXTS, max_size=3))

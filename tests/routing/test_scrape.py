@@ -13,6 +13,7 @@ from moestro.routing.scrape import (
     MAX_RANKS,
     SCRAPED_FIGURES,
     EngineTotals,
+    MetricsReader,
     ScrapedLoad,
     scrape,
     scrape_ranks,
@@ -179,6 +180,36 @@ moestro:expert_local_share{engine="0",model_name="m"} 0.25
 
 def test_a_usage_above_one_is_one():
     assert scrape(b"sglang:token_usage 1.25\n").figures.kv_usage == 1.0
+
+
+def test_a_text_with_the_same_figures_as_the_last_is_not_parsed_again():
+    reader = MetricsReader(b"process_cpu_seconds_total 1\n" + VLLM)
+    load, by_rank = reader.load, reader.by_rank
+    reader.take(b"process_cpu_seconds_total 2\n" + VLLM)
+    assert reader.load is load
+    assert reader.by_rank is by_rank
+    changed = VLLM.replace(b"} 3.0", b"} 9.0")
+    reader.take(changed)
+    assert reader.load == scrape(changed) != load
+    assert reader.by_rank == scrape_ranks(changed) != by_rank
+    reader.take(b"")
+    assert (reader.load, reader.by_rank) == (ScrapedLoad(), {})
+
+
+def test_law_texts_in_a_row_are_read_as_each_of_them_alone():
+    """Lines come, go and change anywhere, also where the needed ones of the last text stay as they are."""
+    rng = random.Random(1)
+    lines = [*VLLM.splitlines(), b"process_cpu_seconds_total 1", b"", b"vllm:num_requests_running 1", b"x" * 40]
+    reader, shown = MetricsReader(), list(lines)
+    for _ in range(500):
+        for _ in range(rng.randrange(3)):
+            at = rng.randrange(len(shown) + 1)
+            shown[at : at + rng.randrange(2)] = [rng.choice(lines)] * rng.randrange(2)
+        text = b"\n".join(shown)[: rng.choice([None, None, -1, -30])]
+        reader.take(text)
+        assert reader.load == scrape(text)
+        assert reader.by_rank == scrape_ranks(text)
+        shown = shown or list(lines)
 
 
 def test_an_endless_text_is_looked_at_up_to_a_bound():

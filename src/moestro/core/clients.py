@@ -125,6 +125,7 @@ class FairQueue(Generic[T]):
 MAX_ELEMENTS = 1 << 16
 # Block size of a scan. It limits the memory of a scan, and the time for which it holds the interpreter's lock.
 SCAN_BYTES = 1 << 20
+_COUNTED_BYTES = 1 << 16  # at once, so that what is counted stays in the cache
 MAX_DIGITS = 40  # Most digits of a number in a long body; 2**64 has 20, a float in full precision has 25.
 # Most brackets of a text that are open at once. Schemas of tools have some tens. Decoders and encoders stop at Python's
 # limit of 1,000 frames, which includes those of their callers: what one of them bears, the next may not.
@@ -193,6 +194,22 @@ def _outside_strings(data: bytes | memoryview | msgspec.Raw, max_quotes: int = s
             yield None
             return
         yield b"".join(block.split(b'"')[in_string::2])
+
+
+def may_have_many_elements(data: bytes) -> bool:
+    """Return whether a JSON text has more than `MAX_ELEMENTS` commas and opening brackets, also inside of strings.
+
+    Where it has not, it has no more elements either, which is known in a third of the time of `has_many_elements`.
+    """
+    if len(data) <= MAX_ELEMENTS:
+        return False
+    count = 0
+    for start in range(0, len(data), _COUNTED_BYTES):
+        block = np.frombuffer(data, np.uint8, min(_COUNTED_BYTES, len(data) - start), start)
+        count += sum(int(np.count_nonzero(block == mark)) for mark in b",[{")
+        if count > MAX_ELEMENTS:
+            return True
+    return False
 
 
 def has_many_elements(data: bytes | msgspec.Raw) -> bool:

@@ -435,7 +435,7 @@ def _sweep_engines(shared: ExchangeContext, now_ns: int) -> None:
     for address in shared.fleet.addresses:
         address.pool.sweep(now_ns * 1e-9)
         for engine in address.engines:
-            shared.fleet.look(engine, now_ns)
+            shared.fleet.sweep(engine, now_ns)
         if address.silence.is_hung:  # All its ranks are out of rotation now, so no request moves to one of them.
             for engine in address.engines:
                 _leave(shared, engine, lambda request: request.engine_hangs())

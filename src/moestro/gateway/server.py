@@ -33,7 +33,15 @@ from moestro.web.ports.connections import (
     warn_if_open,
 )
 from moestro.web.ports.faults import Faults, Port
-from moestro.web.ports.lifecycle import RESPONSE_FLUSH_S, Lifecycle, process_age_s, run_server, stop_with, wait_until
+from moestro.web.ports.lifecycle import (
+    RESPONSE_FLUSH_S,
+    Lifecycle,
+    keep_freed_memory,
+    process_age_s,
+    run_server,
+    stop_with,
+    wait_until,
+)
 from moestro.web.ports.tls import ServerTls
 from moestro.web.rate_limits import ProcessLimits
 from moestro.web.tracing import open_sink
@@ -73,6 +81,7 @@ def route(
     Raises:
         ConfigError: The settings contradict each other or name unusable resources; the message says what to do.
     """
+    keep_freed_memory()
     run_server(
         lambda lifecycle: _RouteServer(settings, prompt_reader, lifecycle, open_picker, worker).run(),
         log_level=settings.front.log_level,

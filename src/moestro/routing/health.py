@@ -159,6 +159,11 @@ class Breaker:
             return 0
         return self._rules.open_ns if self._open_until_ns == _NEVER_NS else max(0, self._open_until_ns - now_ns)
 
+    @property
+    def is_clear(self) -> bool:
+        """Whether it is closed, and no failure has come since the last success."""
+        return self._open_until_ns is None and not self._evidence.num_failures
+
     def is_in_doubt(self, now_ns: int) -> bool:
         """Return whether other engines are better: it is probing, or requests fail and none has succeeded for long."""
         if self._open_until_ns is not None:
@@ -290,6 +295,11 @@ class Silence:
         rules = self._rules
         quiet_ns = max(self._arrived_ns + rules.quiet_ns, self.checked_ns + rules.limit_ns)
         return min(self.checked_ns + rules.check_ns, quiet_ns)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether no byte has arrived since the last health check was sent."""
+        return self._arrived_ns < self.checked_ns
 
     @property
     def is_hung(self) -> bool:
@@ -504,6 +514,11 @@ class Health:
         if num_tokens != self._counter:
             self.progressed(num_in_flight, now_ns)
         self._counter, self._counter_ns = num_tokens, now_ns
+
+    def rests(self, now_ns: int) -> bool:
+        """Note that an engine that is up has no requests, and return whether time alone changes nothing about it."""
+        self._progress_ns, self._num_at_progress = now_ns, 0
+        return self.breaker.is_clear and not self.is_draining and not self.is_absent
 
     def paused(self, pause_ns: int, now_ns: int) -> None:
         """Discount `pause_ns` during which the router itself stood still and could not observe the engine."""

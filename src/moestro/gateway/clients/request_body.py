@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 
 import msgspec
 
-from moestro.core.clients import MAX_ELEMENTS, has_many_elements
+from moestro.core.clients import has_many_elements, may_have_many_elements
 from moestro.core.hashing import hash_key, hash_text
 from moestro.core.request import Request, SamplingParams, ServiceClass
 from moestro.gateway.clients.http_headers import Incoming
@@ -120,7 +120,7 @@ def read(body: bytes, path: str) -> RequestBody:
         return NOTHING
     is_batch = path == BATCH_PATH
     try:
-        if len(body) > MAX_ELEMENTS:
+        if may_have_many_elements(body):
             return _read_large(body, is_batch=is_batch)
         if not is_batch:
             return _decode(body)
@@ -279,7 +279,7 @@ def with_fields(body: bytes, fields: Mapping[str, bytes | None]) -> bytes:
     return msgspec.json.encode(found)
 
 
-MAX_INLINE_BYTES = 256 << 10  # parsed and hashed in about a millisecond
+MAX_INLINE_BYTES = 512 << 10  # parsed and hashed in little more than a millisecond
 Prepare = Callable[[RequestBody, Incoming, int], Request]  # (parsed body, complete request, now_ns) -> routed request
 
 

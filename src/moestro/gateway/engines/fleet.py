@@ -257,6 +257,55 @@ class RouteBounds(NamedTuple):
     full: Collection[int] = ()
 
 
+class CheckAlarm:
+    """Wakes the watcher of an address when its health check is due, or when one is requested.
+
+    Bytes of the server put the check off. The timer then starts again, and wakes no task.
+
+    Attributes:
+        is_requested: Whether a check is requested. The watcher resets it.
+    """
+
+    TIMER_S = 0.001  # Resolution of the event loop's timers.
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def request(self) -> None:
+        """Have the server's health checked at once."""
+        self.is_requested = True
+        self._wake()
+
+    async def wait(self, due_s: Callable[[], float]) -> None:
+        """Return once a check is due or requested.
+
+        Args:
+            due_s: Returns the time on the event loop's clock at which the check is due.
+        """
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._look(due_s)
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _look(self, due_s: Callable[[], float]) -> None:
+        loop = asyncio.get_running_loop()
+        pause_s = due_s() - loop.time()
+        if pause_s <= self.TIMER_S or self.is_requested:
+            self._wake()
+        else:
+            self._timer = loop.call_later(pause_s, self._look, due_s)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class EngineAddress:
     """One server behind the router, which has one engine, or one for each of its data-parallel ranks.
@@ -274,7 +323,7 @@ class EngineAddress:
         models_due_s: Time on `time.monotonic` at which the server's models are read again.
         labels: Labels that the operator's list gives it.
         is_absent: Whether no list of engines has it any more.
-        check_requested: Set to have the server's health checked at once.
+        alarm: Wakes the watcher of the server's health.
     """
 
     name: str
@@ -290,7 +339,7 @@ class EngineAddress:
     models_due_s: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict)
     is_absent: bool = False
-    check_requested: asyncio.Event = field(default_factory=asyncio.Event)
+    alarm: CheckAlarm = field(default_factory=CheckAlarm)
 
     @property
     def silence(self) -> Silence:
@@ -562,7 +611,7 @@ class Fleet:
     def check_soon(self, row: int) -> None:
         """Let the health of an engine be checked at once, because another router takes it for dead."""
         if (engine := self._by_row.get(row)) is not None:
-            engine.address.check_requested.set()
+            engine.address.alarm.request()
 
     def address_named(self, name: str) -> EngineAddress | None:
         """Return the address named `name`, or None for an unknown name."""
@@ -592,6 +641,15 @@ class Fleet:
     def look_now(self, engine: RoutedEngine) -> None:
         """Update the condition of `engine` after the operator changed it."""
         self.look(engine, self._now_ns())
+
+    def sweep(self, engine: RoutedEngine, now_ns: int) -> None:
+        """Update what time alone may change about `engine`; called several times a second."""
+        row = engine.row
+        is_well = engine.condition is Condition.UP and not engine.address.life.num_missed
+        is_idle = not engine.last_byte_ns and not self.router.num_in_flight_on(row)
+        is_settled = row not in self._returning and row not in self._pausing
+        if not (is_well and is_idle and is_settled and engine.health.rests(now_ns)):
+            self.look(engine, now_ns)
 
     def look(self, engine: RoutedEngine, now_ns: int) -> None:
         """Update the condition of `engine`, and take it into rotation or out of it."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -19,13 +19,21 @@ from prometheus_client.registry import Collector
 
 from moestro.core.load_figures import LoadFigures
 from moestro.core.request import Request
-from moestro.gateway.clients.http_headers import LOOP_HEADER, LOOP_STATUS, AnswerHead, Incoming, Named, RequestHead
-from moestro.gateway.engines.fleet import EngineAddress, Fleet, RoutedEngine
+from moestro.gateway.clients.http_headers import (
+    LOOP_HEADER,
+    LOOP_STATUS,
+    AnswerHead,
+    EngineHead,
+    Incoming,
+    Named,
+    RequestHead,
+)
+from moestro.gateway.engines.fleet import CheckAlarm, EngineAddress, Fleet, RoutedEngine
 from moestro.gateway.engines.upstream import EngineConnection
 from moestro.routing.health import Condition, Origin
 from moestro.routing.policy_contract import KV_EVENTS, SourceChange, SourceNews, SourceWatch
 from moestro.routing.router import RouteDecision
-from moestro.routing.scrape import MAX_BYTES, MAX_RANKS, ScrapedLoad, scrape, scrape_ranks
+from moestro.routing.scrape import MAX_BYTES, MAX_RANKS, MetricsReader, ScrapedLoad
 
 logger = logging.getLogger(__name__)
 
@@ -77,32 +85,40 @@ async def ask(address: EngineAddress, path: str, timeout_s: float, max_bytes: in
     Raises:
         NoAnswerError: no answer arrived in time, or the answer is too large.
     """
+    end_s, late = asyncio.get_running_loop().time() + timeout_s, f"nothing within {timeout_s:g} s"
+    if (kept := address.pool.take()) is not None:
+        sink = _Whole(max_bytes)
+        # A timer of the sink takes a fraction of the time of `asyncio.timeout`, which counts for a hundred engines.
+        timer = asyncio.get_running_loop().call_at(end_s, sink.broken, late)
+        try:
+            return await _ask_on(kept, address, path, sink)
+        except NoAnswerError:
+            pass  # an idle connection may have been closed; only a new one proves a failure
+        finally:
+            timer.cancel()
     try:
-        async with asyncio.timeout(timeout_s):
-            kept = address.pool.take()
-            if kept is not None:
-                try:
-                    return await _ask_on(kept, address, path, max_bytes)
-                except NoAnswerError:
-                    pass  # an idle connection may have been closed; only a new one proves a failure
-            return await _ask_on(await address.pool.connect(), address, path, max_bytes)
+        async with asyncio.timeout_at(end_s):
+            return await _ask_on(await address.pool.connect(), address, path, _Whole(max_bytes))
     except TimeoutError:
-        raise NoAnswerError(f"nothing within {timeout_s:g} s") from None
+        raise NoAnswerError(late) from None
     except OSError as error:
         raise NoAnswerError(f"cannot connect: {error}") from None
 
 
-async def _ask_on(connection: EngineConnection, address: EngineAddress, path: str, max_bytes: int) -> tuple[int, bytes]:
-    incoming = Incoming(RequestHead(b"GET", path.encode(), [], {}), b"", "127.0.0.1", "moestro-route")
+async def _ask_on(connection: EngineConnection, address: EngineAddress, path: str, sink: _Whole) -> tuple[int, bytes]:
     if not connection.is_open:
         raise NoAnswerError("it closed the connection at once")
-    sink = _Whole(max_bytes)
     try:
-        connection.send(address.head.of(incoming), b"", sink, is_bodiless=False)
+        connection.send(_request_for(address.head, path), b"", sink, is_bodiless=False)
         return await sink.answer
     finally:
         if not sink.is_done:  # a complete answer has returned the connection to the pool
             connection.close()
+
+
+@lru_cache(maxsize=4096)  # some hundred bytes each
+def _request_for(head: EngineHead, path: str) -> bytes:
+    return head.of(Incoming(RequestHead(b"GET", path.encode(), [], {}), b"", "127.0.0.1", "moestro-route"))
 
 
 MODELS_EVERY_S = 10.0
@@ -116,6 +132,10 @@ _HURRY_S = 0.1  # interval between reads of /metrics while requests wait for fig
 _MOST_CHECKS = 4  # of one engine at once; an engine that hangs for long holds no more connections
 # A check is judged this long after its time is over. If this process was stopped, its answer is read meanwhile.
 _READ_S = 0.02
+# Regular checks begin at multiples of this time, so that those of several engines share a wake-up of the router.
+_SLOT_S = 0.1
+_MIN_SLOTTED_S = 5 * _SLOT_S  # A shorter pause ends when it is over.
+_GOLDEN = 0.618034  # Its multiples, modulo 1, are spread evenly, however many there are.
 _WELL = frozenset({Condition.UP, Condition.SUSPECTED, Condition.ABSENT})  # checked at the intervals of `Silence`
 
 Watched = TypeVar("Watched", EngineAddress, RoutedEngine)
@@ -190,11 +210,15 @@ class Watch:
             await _cancel([task for each in tasks.values() for task in each])
 
 
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    """Return once `event` is set, or after `seconds`."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
+def _slot_s(begin_s: float, pause_s: float) -> float:
+    """Return the end of a pause, up to `_SLOT_S` early so that other engines' pauses end at the same time."""
+    end_s = begin_s + pause_s
+    return end_s if pause_s < _MIN_SLOTTED_S else end_s // _SLOT_S * _SLOT_S
+
+
+def _first_share(address: EngineAddress) -> float:
+    """Return the part of its first pause after which an address is checked again: engines come together, and part."""
+    return 0.5 + 0.5 * (address.engines[0].row * _GOLDEN % 1)
 
 
 class _ServerInfo(msgspec.Struct):
@@ -215,32 +239,44 @@ class HealthWatch:
     async def __call__(self, address: EngineAddress) -> None:
         """Check the health of the address until cancelled."""
         running: set[asyncio.Task[None]] = set()
+        due_s, alarm = partial(self._next_check_s, address, 1.0), address.alarm
+        due_first_s = partial(self._next_check_s, address, _first_share(address))
+        num_sent = 0
         async with asyncio.TaskGroup() as checks:
             while True:
-                pause_ns = self._next_check_ns(address) - time.monotonic_ns()
-                is_requested = address.check_requested.is_set()
-                if pause_ns > 0 and not is_requested:
-                    await _wait(address.check_requested, pause_ns * 1e-9)
-                elif len(running) >= _MOST_CHECKS:
+                await alarm.wait(due_first_s if num_sent == 1 else due_s)
+                if len(running) >= _MOST_CHECKS:
                     await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                else:
-                    sent_ns = time.monotonic_ns()
-                    address.silence.checked(sent_ns)
-                    address.check_requested.clear()
-                    task = checks.create_task(self._check(address, sent_ns, is_requested=is_requested))
-                    running.add(task)
-                    task.add_done_callback(running.discard)
+                    continue
+                sent_ns, is_requested = time.monotonic_ns(), alarm.is_requested
+                address.silence.checked(sent_ns)
+                alarm.is_requested = False
+                task = checks.create_task(self._check(address, sent_ns, is_requested=is_requested))
+                running.add(task)
+                task.add_done_callback(running.discard)
+                num_sent += 1
 
-    def _next_check_ns(self, address: EngineAddress) -> int:
+    def _next_check_s(self, address: EngineAddress, share: float) -> float:
+        """Return the time of the next check.
+
+        Args:
+            share: part of the time until a regular check that passes before it.
+        """
         silence = address.silence
-        if all(engine.condition in _WELL for engine in address.engines):
-            return silence.next_check_ns
-        return silence.checked_ns + int(self._rules.soon_s * 1e9)
+        checked_s = silence.checked_ns * 1e-9
+        for engine in address.engines:
+            if engine.condition is not Condition.UP and engine.condition not in _WELL:
+                return checked_s + self._rules.soon_s
+        pause_s = (silence.next_check_ns - silence.checked_ns) * 1e-9
+        # A check without an answer is no regular one: the time to a verdict is the operator's.
+        return checked_s + pause_s if silence.is_awaited else _slot_s(checked_s, share * pause_s)
 
     async def _check(self, address: EngineAddress, sent_ns: int, *, is_requested: bool) -> None:
         loop = asyncio.get_running_loop()
-        loop.call_later(self._rules.limit_s, loop.call_later, _READ_S, self._miss, address, sent_ns)
+        late = loop.call_later(self._rules.limit_s, loop.call_later, _READ_S, self._miss, address, sent_ns)
         passed = await self._passes(address)
+        if address.pool.arrived_ns >= sent_ns:
+            late.cancel()  # A byte has arrived in time, so the check cannot be missed any more.
         if passed and time.monotonic() >= address.models_due_s:
             address.models_due_s = time.monotonic() + MODELS_EVERY_S
             if not await self._learn_models(address):
@@ -249,7 +285,7 @@ class HealthWatch:
         if passed:
             address.unreachable = ""
         elif is_requested:  # One failure proves little, so the next check follows soon.
-            loop.call_later(self._rules.soon_s, address.check_requested.set)
+            loop.call_later(self._rules.soon_s, address.alarm.request)
         # Output of one rank excuses a failed check of the address, and so all its ranks.
         if passed or not any(engine.health.has_just_answered(now_ns) for engine in address.engines):
             for engine in address.engines:
@@ -336,25 +372,27 @@ class MetricsWatch:
 
     async def __call__(self, address: EngineAddress) -> None:
         """Read `/metrics` until cancelled, at growing intervals for an address without it."""
-        pause_s = self._rules.metrics_s
+        pause_s, reader, share = self._rules.metrics_s, MetricsReader(), _first_share(address)
         while pause_s:
             requested_ns = time.monotonic_ns()
             try:
                 status, text = await ask(address, "/metrics", self._rules.timeout_s, MAX_BYTES)
             except NoAnswerError:
                 status, text = 0, b""
-            by_rank = scrape_ranks(text) if address.ranks or address.finds_ranks else {}
+            reader.take(text if status == 200 else b"")
             if address.finds_ranks and status:
-                await self._find_ranks(address, tuple(by_rank))
+                await self._find_ranks(address, tuple(reader.by_rank))
             if status == 200:
-                self._take(address, text, by_rank, requested_ns)
+                self._take(address, reader, requested_ns)
             pause_s = min(60.0, 2 * pause_s) if status == 404 else self._rules.metrics_s
-            await self._rest(pause_s)
+            await self._rest(share * pause_s)
+            share = 1.0
 
     async def _rest(self, pause_s: float) -> None:
         """Wait until the next read, which comes early while the listener needs figures."""
-        end_s = time.monotonic() + pause_s
-        while (left_s := end_s - time.monotonic()) > 0:
+        loop = asyncio.get_running_loop()
+        end_s = _slot_s(loop.time(), pause_s)
+        while (left_s := end_s - loop.time()) > CheckAlarm.TIMER_S:
             await asyncio.sleep(left_s if self._listener is None else min(left_s, _HURRY_S))
             if self._listener is not None and self._listener.needs_figures:
                 return
@@ -374,16 +412,10 @@ class MetricsWatch:
             logger.info("engine %s has %d data-parallel ranks (had %d)", address.name, len(ranks), len(known))
             self._fleet.set_ranks(address, ranks)
 
-    def _take(
-        self,
-        address: EngineAddress,
-        text: bytes,
-        by_rank: dict[int, ScrapedLoad],
-        requested_ns: int,
-    ) -> None:
+    def _take(self, address: EngineAddress, reader: MetricsReader, requested_ns: int) -> None:
         """Report the figures of each engine. A rank that the text does not name has none."""
         for engine in address.engines:
-            load = scrape(text) if engine.rank is None else by_rank.get(engine.rank)
+            load = reader.load if engine.rank is None else reader.by_rank.get(engine.rank)
             if load is None:
                 continue
             self._report(engine, load, requested_ns)
@@ -439,7 +471,7 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-_LOOK_S = 1.0
+_LOOK_S = 2.0
 
 HasEvents = Callable[[RoutedEngine], bool]  # whether an engine has a publisher of KV events
 
@@ -468,7 +500,8 @@ class SourceReports(Collector):
         try:
             while True:
                 self.look(engine, time.monotonic_ns())
-                await asyncio.sleep(_LOOK_S)
+                now_s = asyncio.get_running_loop().time()
+                await asyncio.sleep(_slot_s(now_s, _LOOK_S) - now_s)
         finally:
             self._watch.remove(engine.row)
             self._lacking.pop(engine.row, None)

@@ -46,7 +46,7 @@ _PIECE_BYTES = 62_000  # Largest piece of a body that goes back, below the 64 Ki
 _NEW, _READING, _CHOOSING, _WAITING, _BEGINNING, _ANSWERING, _OVER = range(7)
 # A proxy that refuses a request itself sends its own answer at any time, even before the request's headers.
 _BEFORE_ANSWER = frozenset({_NEW, _READING, _CHOOSING, _WAITING})
-_OF_ANSWER = frozenset({"response_headers", "response_body", "response_trailers"})
+_OF_ANSWER = frozenset({"response_headers", "response_trailers"})
 
 
 class MessageOrderError(Exception):
@@ -145,19 +145,37 @@ class PickedExchange:
         if self._stage == _OVER:
             return []  # The router has ended the exchange meanwhile.
         kind = message.WhichOneof("request")
+        if kind in ("request_body", "response_body"):
+            piece = getattr(message, kind)
+            return self.receive_piece(messages.BodyPiece(kind, piece.body, piece.end_of_stream), now_ns)
         try:
             if kind in _OF_ANSWER:
                 return self._receive_of_answer(kind, message, now_ns)
             if kind == "request_headers" and self._stage == _NEW:
                 return self._begin(message, now_ns)
-            if kind == "request_body" and self._stage == _READING:
-                return self._read(message.request_body.body, is_last=message.request_body.end_of_stream)
             if kind == "request_trailers" and self._stage == _READING:
                 self._has_trailers = True
                 return self._end_request()
         except RequestError as error:
             return self._refused(error)
-        raise MessageOrderError(f"{kind or 'an empty message'} may not come at this point of an exchange")
+        raise _misplaced(kind or "an empty message")
+
+    def receive_piece(self, piece: messages.BodyPiece, now_ns: int) -> Responses:
+        """Return the responses to a message with a piece of a body, in order.
+
+        Raises:
+            MessageOrderError: No proxy sends it now.
+        """
+        if self._stage == _OVER:
+            return []
+        try:
+            if piece.kind == "request_body" and self._stage == _READING:
+                return self._read(piece.data, is_last=piece.is_last)
+            if piece.kind == "response_body" and self._stage in (_BEGINNING, _ANSWERING):
+                return self._answer_piece(piece.data, now_ns, is_last=piece.is_last)
+        except RequestError as error:
+            return self._refused(error)
+        raise _misplaced(piece.kind)
 
     def pick(self, request: Request, model: str | None, now_ns: int) -> Responses:
         """Choose an engine, and return what sends the request there.
@@ -184,10 +202,11 @@ class PickedExchange:
         via = b"1.1 %b" % context.shared.fleet.pseudonym
         responses = [messages.destination(list(self._endpoints), headers, via, context.removed)]
         # In fewer pieces than came: each message costs more than the bytes in it.
+        view = memoryview(body)
         for begin in range(0, len(body), _PIECE_BYTES):
             end = begin + _PIECE_BYTES
             is_last = end >= len(body) and not self._has_trailers
-            responses.append(messages.request_piece(body[begin:end], is_last=is_last))
+            responses.append(messages.request_piece(view[begin:end], is_last=is_last))
         if not body and self._chunks and not self._has_trailers:
             responses.append(messages.request_piece(b"", is_last=True))
         if self._has_trailers:
@@ -281,7 +300,8 @@ class PickedExchange:
             if self._hold is None:
                 self._hold = BodyHold(context.memory, self._client_name())
             self._hold.resize(self._num_bytes)
-        self._chunks.append(data)
+        if data or not self._chunks:  # Proxies end a body with an empty piece, with which it would be copied once more.
+            self._chunks.append(data)
         return self._end_request() if is_last else []
 
     def _end_request(self) -> Responses:
@@ -327,13 +347,10 @@ class PickedExchange:
     def _receive_of_answer(self, kind: str, message: ProcessingRequest, now_ns: int) -> Responses:
         if kind == "response_headers" and self._stage in _BEFORE_ANSWER:
             return self._answer_head(message, now_ns)
-        if kind == "response_body" and self._stage in (_BEGINNING, _ANSWERING):
-            piece = message.response_body
-            return self._answer_piece(piece.body, now_ns, is_last=piece.end_of_stream)
         if kind == "response_trailers" and self._stage in (_BEGINNING, _ANSWERING):
             self._end_answer(now_ns)
             return [messages.response_trailers()]
-        raise MessageOrderError(f"{kind} may not come at this point of an exchange")
+        raise _misplaced(kind)
 
     def _answer_head(self, message: ProcessingRequest, now_ns: int) -> Responses:
         status, named = messages.answer_head(message.response_headers)
@@ -495,6 +512,10 @@ class PickedExchange:
 
     def _request_id(self) -> str:
         return self.incoming.request_id if self.incoming is not None else ""
+
+
+def _misplaced(kind: str) -> MessageOrderError:
+    return MessageOrderError(f"{kind} may not come at this point of an exchange")
 
 
 def _hanging() -> GenerationError:

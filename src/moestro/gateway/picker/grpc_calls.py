@@ -35,8 +35,8 @@ class GrpcStatus(IntEnum):
 class CallHandler(Protocol):
     """Answers one call."""
 
-    def message(self, data: bytes) -> None:
-        """Take the next message."""
+    def message(self, data: bytes | memoryview) -> None:
+        """Take the next message, whose bytes stay as they are."""
 
     def half_closed(self) -> None:
         """Note that the client sends no further message."""
@@ -215,7 +215,7 @@ class GrpcCall:
                 self._refuse_message(is_packed)
                 return end
             self._needed += size
-        message = bytes(memoryview(partial)[_PREFIX_BYTES:])
+        message = memoryview(partial)[_PREFIX_BYTES:]
         self._drop_partial()
         if self.handler is not None:
             self.handler.message(message)

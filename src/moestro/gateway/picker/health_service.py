@@ -65,7 +65,7 @@ class _StatusCheck:
         self._service = service
         self._call = call
 
-    def message(self, data: bytes) -> None:
+    def message(self, data: bytes | memoryview) -> None:
         """Answer the question."""
         name = _name_in(data, self._call)
         if name is None:
@@ -93,7 +93,7 @@ class _StatusWatch:
         self._call = call
         self._name: str | None = None
 
-    def message(self, data: bytes) -> None:
+    def message(self, data: bytes | memoryview) -> None:
         """Watch the service that the first message names."""
         if self._name is not None:
             self._fail("a watch has one message")
@@ -127,7 +127,7 @@ class _StatusWatch:
         self._call.end(GrpcStatus.INVALID_ARGUMENT, text)
 
 
-def _name_in(data: bytes, call: GrpcCall) -> str | None:
+def _name_in(data: bytes | memoryview, call: GrpcCall) -> str | None:
     """Return the service that a question names; None means that it has none, and that the call has ended."""
     try:
         # HealthCheckRequest has the form of StringValue, and HealthCheckResponse that of Int32Value: one field 1.

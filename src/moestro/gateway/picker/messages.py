@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from google.protobuf.struct_pb2 import Struct, Value
 
@@ -41,6 +42,48 @@ _FULL_DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
 Pairs = Iterable[tuple[str, bytes]]
 
 # --- read
+
+
+class BodyPiece(NamedTuple):
+    """A message with a piece of a body.
+
+    Attributes:
+        kind: `request_body` or `response_body`.
+    """
+
+    kind: str
+    data: bytes
+    is_last: bool
+
+
+def body_piece(message: bytes | memoryview) -> BodyPiece | None:
+    """Return the piece of a body that is all of a message; None where the library has to read the message.
+
+    The library copies a body twice before it can be read, which counts for large ones.
+    """
+    if not message or (kind := _BODY_KINDS.get(message[0])) is None:
+        return None
+    size, begin = _length_at(message, 1)
+    if begin + size != len(message) or not size or message[begin] != _BODY_TAG:
+        return None
+    size, begin = _length_at(message, begin + 1)
+    end = begin + size
+    rest = bytes(message[end : end + len(_END_OF_STREAM) + 1])
+    if end > len(message) or rest not in (b"", _END_OF_STREAM):
+        return None
+    return BodyPiece(kind, bytes(message[begin:end]), bool(rest))
+
+
+def _length_at(message: bytes | memoryview, at: int) -> tuple[int, int]:
+    """Return the length that stands in a message, and where its bytes begin. One that cannot be read fits nothing."""
+    value = shift = 0
+    for place in range(at, min(at + 5, len(message))):
+        byte = message[place]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, place + 1
+        shift += 7
+    return 1 << 62, at
 
 
 def head_of(message: HttpHeaders) -> RequestHead:
@@ -157,7 +200,7 @@ def _end_of_destination(via: bytes, removed: tuple[str, ...]) -> bytes:
     return bytes(HeaderMutation(set_headers=[option], remove_headers=[DESTINATION, *removed]).SerializeToString())
 
 
-def request_piece(data: bytes, *, is_last: bool) -> bytes:
+def request_piece(data: bytes | memoryview, *, is_last: bool) -> bytes:
     """Return a part of the request's body, unchanged."""
     before, after = _around_piece(_REQUEST_BODY, len(data), is_last)
     return b"".join((before, data, after))
@@ -288,6 +331,8 @@ _HEADER = 1  # HeaderValueOption
 _KEY, _RAW_VALUE = 1, 3  # HeaderValue
 _STREAMED_RESPONSE = 3  # BodyMutation
 _BODY = 1  # StreamedBodyResponse
+_BODY_KINDS = {4 << 3 | 2: "request_body", 5 << 3 | 2: "response_body"}  # ProcessingRequest, by the tag of the field.
+_BODY_TAG = 1 << 3 | 2  # HttpBody; its end_of_stream has the number that it has in StreamedBodyResponse.
 _END_OF_STREAM = bytes(StreamedBodyResponse(end_of_stream=True).SerializeToString())
 _OVERWRITES = bytes(HeaderValueOption(append_action=_OVERWRITE).SerializeToString())
 _REQUEST_TRAILERS_UNCHANGED = bytes(ProcessingResponse(request_trailers=TrailersResponse()).SerializeToString())

@@ -26,7 +26,7 @@ from moestro.gateway.picker.ext_proc_pb2 import ProcessingRequest
 from moestro.gateway.picker.grpc_calls import GrpcCall, GrpcStatus, Methods
 from moestro.gateway.picker.grpc_connection import GrpcConnection
 from moestro.gateway.picker.health_service import HealthService
-from moestro.gateway.picker.messages import SERVICE
+from moestro.gateway.picker.messages import SERVICE, body_piece
 from moestro.gateway.settings import RouteSettings, is_loopback
 from moestro.web.ports.connections import MAX_PICKER_CONNECTIONS, Front, FrontLimits, bound_socket
 from moestro.web.ports.faults import Port, PortFaults
@@ -154,11 +154,11 @@ class ProcessCall:
         self._call = call
         self._exchange = PickedExchange(context, call.peer, partial(_push, call))
         self._reading: asyncio.Task[None] | None = None  # Reads the prompt on a thread.
-        self._waiting: deque[bytes | None] = deque()  # Messages that have come meanwhile; None is their end.
+        self._waiting: deque[bytes | memoryview | None] = deque()  # What has come meanwhile; None is the end.
 
     # --- called by the call
 
-    def message(self, data: bytes) -> None:
+    def message(self, data: bytes | memoryview) -> None:
         """Answer a message, or keep it until the ones before it are answered."""
         if self._reading is None:
             self._receive(data)
@@ -181,11 +181,13 @@ class ProcessCall:
 
     # --- inside
 
-    def _receive(self, data: bytes) -> None:
+    def _receive(self, data: bytes | memoryview) -> None:
         exchange = self._exchange
         try:
-            message = ProcessingRequest.FromString(data)
-            responses = exchange.receive(message, time.monotonic_ns())
+            if (piece := body_piece(data)) is not None:
+                responses = exchange.receive_piece(piece, time.monotonic_ns())
+            else:
+                responses = exchange.receive(ProcessingRequest.FromString(data), time.monotonic_ns())
             if exchange.is_complete:
                 assert exchange.incoming is not None
                 if not self._context.admission.is_read_inline(exchange.incoming):
