@@ -4,8 +4,9 @@
 
 Budgets (docs/architecture.md): 50 at 16 engines, 100 at 4,096. A decision is `Router.submit`: the look-up in the prefix
 index, the policy, and all updates of state. `first_token` and `ended` are listed separately. So are `submit` with an
-index that KV events fill, and the cost of an event for each block. The lower bound is one dictionary look-up for each
-block of the prompt, which any index of single blocks needs.
+index that KV events fill, with the compiled passes over engines and by NumPy's code alone, and the cost of an event for
+each block. The lower bound is one dictionary look-up for each block of the prompt, which any index of single blocks
+needs.
 
 The traffic consists of conversations behind eight system prompts of 16 blocks. A conversation has 20 to 90 blocks of
 its own, and each request fills the rest of its 128 blocks with new ones. Four requests are in flight on each engine, at
@@ -20,6 +21,7 @@ array, for numbers of engines around the bound between them (`core.views.SHORT`)
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
@@ -35,6 +37,7 @@ from moestro.config.run_record import run_record
 from moestro.core.hashing import HASH_BYTES, split_hashes
 from moestro.core.request import Request, SamplingParams
 from moestro.routing import prefix_index
+from moestro.routing.kernel.passes import wait_for_kernel, without_kernel
 from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
@@ -177,25 +180,27 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def rows_of(num_engines: int) -> list[dict[str, object]]:
-    """Measure one row for each policy, and for two of them one with events."""
-    cases = [(policy, False) for policy in POLICIES] + [("lmetric", True), ("moestro", True)]
-    times: dict[tuple[str, bool], list[dict[str, float]]] = {case: [] for case in cases}
+    """Measure one row for each policy, and for two of them one with events, also by NumPy's code alone."""
+    cases = [(policy, False, True) for policy in POLICIES]
+    cases += [(policy, True, compiled) for policy in ("lmetric", "moestro") for compiled in (True, False)]
+    times: dict[tuple[str, bool, bool], list[dict[str, float]]] = {case: [] for case in cases}
     index_bytes = dict.fromkeys(cases, 0)
     bounds = []
     for repeat in range(REPEATS):
         bounds.append(dictionary_us(num_engines, repeat))
         for case in cases:
-            policy, events = case
+            policy, events, compiled = case
             traffic = Traffic(policy, num_engines, repeat, events=events)
-            traffic.run(max(NUM_WARM, min(5 * num_engines, 9000)))
-            times[case].append(traffic.run(NUM_TIMED))
+            with contextlib.nullcontext() if compiled else without_kernel():
+                traffic.run(max(NUM_WARM, min(5 * num_engines, 9000)))
+                times[case].append(traffic.run(NUM_TIMED))
             index_bytes[case] = traffic.router.index_bytes
             del traffic
             gc.collect()
     rows: list[dict[str, object]] = []
-    for (policy, events), runs in times.items():
-        row: dict[str, object] = {"engines": num_engines, "policy": policy, "kv_events": events}
-        row["index_bytes"] = index_bytes[policy, events]
+    for (policy, events, compiled), runs in times.items():
+        row: dict[str, object] = {"engines": num_engines, "policy": policy, "kv_events": events, "compiled": compiled}
+        row["index_bytes"] = index_bytes[policy, events, compiled]
         for name in runs[0]:
             unit = "us_per_block" if name in ("stored", "removed") else "us"
             row[f"{name}_{unit}"] = spread([run[name] for run in runs])
@@ -231,6 +236,8 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="compare the two forms of the look-up")
     parser.add_argument("--engines", type=int, nargs="*", default=[16, 256, 4096])
     args = parser.parse_args()
+    if not wait_for_kernel(300):
+        raise SystemExit("the routing kernel is not there: a C++ compiler is needed")
     conditions = run_record("measured")
     rows = [row for num_engines in args.engines for row in rows_of(num_engines)]
     old = json.loads(args.json.read_text()) if args.json and args.json.exists() else {"rows": []}
