@@ -59,12 +59,12 @@ def test_scores_and_choices_are_those_of_numpy_to_the_bit(num):
         tokens = rng.randrange(1, 4000)
         hits = [16 * rng.randrange(tokens // 16 + 1) for _ in range(num)]
         hosted = rng.choice([None, [rng.randrange(hit + 1) for hit in hits]])
-        asked = request(num_prompt_tokens=tokens)
-        seen = view(drawn(rng, num), hits, asked, rng.choice([0, 5 * 10**9 + 1]), host_tokens=hosted)
+        wanted = request(num_prompt_tokens=tokens)
+        seen = view(drawn(rng, num), hits, wanted, rng.choice([0, 5 * 10**9 + 1]), host_tokens=hosted)
         policy = Moestro()
         for _ in range(rng.randrange(4)):
             policy.observe(Ended("r", 0, 0, rng.randrange(1, 10**9), rng.randrange(1, 300)))
-            policy.observe(Routed(asked, rng.randrange(num), 0, {}, 0))
+            policy.observe(Routed(wanted, rng.randrange(num), 0, {}, 0))
         for score in (policy.scores, lmetric_score):
             found = score(seen)
             with without_kernel():

@@ -52,36 +52,36 @@ bool any_since(const int64_t* times, int64_t num, int64_t oldest_ns) {
 }
 
 // Writes the tokens to compute before the first token of a request: its own, those queued, and those without a block.
-void add_ahead(const Columns& columns, const Request& asked, double* __restrict__ ahead) {
+void add_ahead(const Columns& columns, const Request& request, double* __restrict__ ahead) {
     const int64_t num = columns.num_engines;
-    const double *own = columns.own_tokens, *reported = columns.reported_tokens, *hits = asked.hits;
-    const double known = asked.known;
+    const double *own = columns.own_tokens, *reported = columns.reported_tokens, *hits = request.hits;
+    const double known = request.known;
     for (int64_t row = 0; row < num; ++row) ahead[row] = own[row] < reported[row] ? own[row] : reported[row];
-    if (any_since(columns.kv_usage_ns, num, asked.oldest_ns)) {
+    if (any_since(columns.kv_usage_ns, num, request.oldest_ns)) {
         for (int64_t row = 0; row < num; ++row) {
             const double left = known - hits[row], free = (1 - columns.kv_usage[row]) * columns.kv_tokens[row];
-            const double missing = (left > 1 ? left : 1) + asked.answer - free;
-            ahead[row] += columns.kv_usage_ns[row] >= asked.oldest_ns && missing > 0 ? missing : 0;
+            const double missing = (left > 1 ? left : 1) + request.answer - free;
+            ahead[row] += columns.kv_usage_ns[row] >= request.oldest_ns && missing > 0 ? missing : 0;
         }
     }
     for (int64_t row = 0; row < num; ++row) {
         const double left = known - hits[row];
         ahead[row] += left > 1 ? left : 1;
     }
-    if (asked.hosted) {
-        for (int64_t row = 0; row < num; ++row) ahead[row] += asked.hosted[row] * columns.copy_price[row];
+    if (request.hosted) {
+        for (int64_t row = 0; row < num; ++row) ahead[row] += request.hosted[row] * columns.copy_price[row];
     }
 }
 
 // Replaces the tokens ahead by the delays of all requests.
 template <bool kHasSpeeds>
-void add_delays(const Columns& columns, const Request& asked, double* __restrict__ scores) {
-    const int64_t num = columns.num_engines, num_work = asked.num_work < num ? asked.num_work : num;
-    const double *load = columns.load, *waiting = columns.waiting, *hits = asked.hits, *work = asked.work;
+void add_delays(const Columns& columns, const Request& request, double* __restrict__ scores) {
+    const int64_t num = columns.num_engines, num_work = request.num_work < num ? request.num_work : num;
+    const double *load = columns.load, *waiting = columns.waiting, *hits = request.hits, *work = request.work;
     const double *speed = columns.speed, *decode_speed = columns.decode_speed;
     const double num_waiting = sum(waiting, num), ratio = (sum(load, num) - num_waiting + 1) / (num_waiting + 1);
-    const double weight = asked.least_weight < ratio ? ratio : asked.least_weight;
-    const double answer_weight = asked.decode_weight * asked.answer, known = asked.known, per_work = asked.per_work;
+    const double weight = request.least_weight < ratio ? ratio : request.least_weight;
+    const double answer_weight = request.decode_weight * request.answer, known = request.known, per_work = request.per_work;
     const auto score_of = [=](int64_t row, double share, double ahead) {
         const double left = known - hits[row], fresh = left > 1 ? left : 1, batch = share + load[row];
         const double delay = (fresh * waiting[row] + ahead) * weight + (batch - waiting[row]) * fresh;
