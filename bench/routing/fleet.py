@@ -32,6 +32,7 @@ from functools import partial
 from pathlib import Path
 
 import aiohttp
+import psutil
 from aiohttp import web
 
 from moestro.config.run_record import run_record
@@ -320,17 +321,17 @@ async def measure(kind: Kind, load: Load, directory: Path, num_probes: int = 20)
         await _until(partial(_are_ready, http, kind, them))
         before = _bytes_between(them.peer_ports)
         await asyncio.sleep(IDLE_S)
-        num_idle_bytes = _bytes_between(them.peer_ports) - before
+        num_idle_bytes, began_cpu_s = _bytes_between(them.peer_ports) - before, _cpu_s(them)
         began_s = time.monotonic()
         sessions = [
             asyncio.create_task(_session(each, load, http, them.urls, began_s)) for each in range(load.num_sessions)
         ]
         killed_s = load.seconds / 2
-        num_bytes = num_requests = 0.0
+        num_bytes = num_requests = cpu_s = 0.0
         if kind.num > 1:
             await asyncio.sleep(killed_s)
             num_bytes, num_requests = await _exchanged(http, kind, them)
-            num_bytes -= before + num_idle_bytes
+            num_bytes, cpu_s = num_bytes - before - num_idle_bytes, _cpu_s(them) - began_cpu_s
             killed_s = time.monotonic() - began_s
             os.killpg(them.processes[0].pid, signal.SIGKILL)
         turns = [turn for each in await asyncio.gather(*sessions) for turn in each]
@@ -346,6 +347,7 @@ async def measure(kind: Kind, load: Load, directory: Path, num_probes: int = 20)
         if kind.num > 1:
             late = [turn for turn in turns if turn.at_s >= killed_s - KILL_WINDOW_S]
             found["kept_engine_after_kill"] = _kept(late)
+            found["cpu_ms_per_request"] = round(1e3 * cpu_s / num_requests, 3)
             found["followed_after_s"] = await _followed(http, them)
         if kind.is_shared:
             found["bytes_per_request"] = round(num_bytes / num_requests)
@@ -353,6 +355,13 @@ async def measure(kind: Kind, load: Load, directory: Path, num_probes: int = 20)
         if kind.is_shared and kind.smg is None:
             found["converged_ms"] = spread(await _probe(http, them, num_probes))
         return found
+
+
+def _cpu_s(them: Routers) -> float:
+    """Return the processor time of all routers and their child processes, seconds."""
+    processes = [psutil.Process(process.pid) for process in them.processes]
+    times = [each.cpu_times() for one in processes for each in (one, *one.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
 
 
 async def _are_ready(http: aiohttp.ClientSession, kind: Kind, them: Routers) -> bool:
