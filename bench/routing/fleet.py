@@ -47,7 +47,7 @@ NUM_ENGINES, NUM_ROUTERS = 6, 3
 SYSTEM_BYTES, TURN_BYTES = 4096, 1024
 FIRST_S, GAP_S, NUM_CHUNKS = 0.05, 0.02, 12
 KILL_WINDOW_S, IDLE_S = 1.0, 5.0
-FOLLOW_S, NUM_FOLLOWED = (0.0, 0.2, 1.0, 5.0), 20
+FOLLOW_S = (0.0, 0.2, 1.0, 5.0)
 START_S = 120.0
 
 
@@ -348,7 +348,7 @@ async def measure(kind: Kind, load: Load, directory: Path, num_probes: int = 20)
             late = [turn for turn in turns if turn.at_s >= killed_s - KILL_WINDOW_S]
             found["kept_engine_after_kill"] = _kept(late)
             found["cpu_ms_per_request"] = round(1e3 * cpu_s / num_requests, 3)
-            found["followed_after_s"] = await _followed(http, them)
+            found["followed_after_s"] = await _followed(http, them, num_probes)
         if kind.is_shared:
             found["bytes_per_request"] = round(num_bytes / num_requests)
             found["bytes_per_s_without_requests"] = round(num_idle_bytes / IDLE_S)
@@ -373,7 +373,7 @@ async def _are_ready(http: aiohttp.ClientSession, kind: Kind, them: Routers) -> 
     return sum(map(sum, known)) == kind.num * (kind.num - 1) / 2  # one of each two has the connection
 
 
-async def _followed(http: aiohttp.ClientSession, them: Routers) -> dict[str, float]:
+async def _followed(http: aiohttp.ClientSession, them: Routers, num: int) -> dict[str, float]:
     """Return the share of new prompts that a router sends where another one sent them, by the time since the answer."""
 
     async def are_alike(session: int, start_s: float, pause_s: float) -> bool:
@@ -386,8 +386,8 @@ async def _followed(http: aiohttp.ClientSession, them: Routers) -> dict[str, flo
 
     found = {}
     for at, pause_s in enumerate(FOLLOW_S, 1):
-        tries = [are_alike(1000 * at + number, number / 10, pause_s) for number in range(NUM_FOLLOWED)]
-        found[f"{pause_s:g}"] = sum(await asyncio.gather(*tries)) / NUM_FOLLOWED
+        tries = [are_alike(1000 * at + number, number / 10, pause_s) for number in range(num)]
+        found[f"{pause_s:g}"] = sum(await asyncio.gather(*tries)) / num
     return found
 
 
