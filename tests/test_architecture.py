@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "workload": {"core", "files"},
     "flow": {"core"},
     "engine": {"core", "flow"},
-    "routing": {"core", "files", "wire", "cost"},
+    "routing": {"core", "files", "native", "wire", "cost"},
     "placement": {"core", "native", "cost", "wire"},
     "model": {"core", "files", "native"},
     "config": {"core", "files"},

@@ -214,6 +214,7 @@ def decisions(*, has_kv_events: bool, policy: str = "lmetric") -> list[str]:
     """Microseconds of a decision with 16 and 4,096 engines."""
     rows = stored("micro/router_decision.json")["rows"]
     taken = [row for row in rows if row.get("policy") == policy and row["kv_events"] == has_kv_events]
+    taken = [row for row in taken if row.get("compiled", True)]
     return [f"{row['submit_us']['median']:.0f}" for row in taken if row["engines"] != 256]
 
 

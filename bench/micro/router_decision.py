@@ -1,22 +1,27 @@
 """Measures one routing decision, in microseconds, with 128-block prompts and 16, 256 and 4,096 engines.
 
-    python bench/micro/router_decision.py [--engines 16] [--json bench/results/micro/router_decision.json]
+    python bench/micro/router_decision.py [--engines 16] [--sweep] [--json bench/results/micro/router_decision.json]
 
 Budgets (docs/architecture.md): 50 at 16 engines, 100 at 4,096. A decision is `Router.submit`: the look-up in the prefix
 index, the policy, and all updates of state. `first_token` and `ended` are listed separately. So are `submit` with an
-index that KV events fill, and the cost of an event for each block. The lower bound is one dictionary look-up for each
-block of the prompt, which any index of single blocks needs.
+index that KV events fill, with the compiled passes over engines and by NumPy's code alone, and the cost of an event for
+each block. The lower bound is one dictionary look-up for each block of the prompt, which any index of single blocks
+needs.
 
 The traffic consists of conversations behind eight system prompts of 16 blocks. A conversation has 20 to 90 blocks of
 its own, and each request fills the rest of its 128 blocks with new ones. Four requests are in flight on each engine, at
 most 8,192 in all. Caches have 8,192 blocks. Each figure is the median over the requests of a run; there are REPEATS
 runs, in which the policies take turns.
 
+--sweep measures the look-up with KV events in both of its forms, which fills the hits of the engines as a list or as an
+array, for numbers of engines around the bound between them (`core.views.SHORT`); the forms take turns.
+
 --json merges: sizes that were not run keep their rows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
@@ -26,10 +31,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 from moestro.config.run_record import run_record
 from moestro.core.hashing import HASH_BYTES, split_hashes
 from moestro.core.request import Request, SamplingParams
+from moestro.routing import prefix_index
+from moestro.routing.kernel.passes import wait_for_kernel, without_kernel
 from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
@@ -44,6 +52,7 @@ POLICIES = (
 BUDGETS_US = {16: 50, 4096: 100}
 NUM_BLOCKS, BLOCK_SIZE, CACHE_BLOCKS, REPEATS = 128, 16, 8192, 5
 NUM_WARM, NUM_TIMED = 3000, 2000
+SWEPT = (8, 16, 32, 64, 128, 256)
 STEP_NS = 1_000_000
 
 
@@ -133,6 +142,15 @@ class Traffic:
             self.router.kv_removed(engine, b"".join(gone), now_ns)
             self.spent["removed"].append((time.perf_counter_ns() - begin) // len(gone))
 
+    def look_up_us(self, num_prompts: int) -> float:
+        """Measure the median microseconds of the look-up of a new prompt, which is not sent."""
+        index, spent = self.router._index, []
+        for hashes in itertools.islice(self.prompts, num_prompts):
+            begin = time.perf_counter_ns()
+            index.match(hashes, BLOCK_SIZE)
+            spent.append(time.perf_counter_ns() - begin)
+        return statistics.median(spent) / 1e3
+
     def run(self, num_requests: int) -> dict[str, float]:
         """Measure the median microseconds of each call."""
         for spent in self.spent.values():
@@ -162,25 +180,27 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def rows_of(num_engines: int) -> list[dict[str, object]]:
-    """Measure one row for each policy, and for two of them one with events."""
-    cases = [(policy, False) for policy in POLICIES] + [("lmetric", True), ("moestro", True)]
-    times: dict[tuple[str, bool], list[dict[str, float]]] = {case: [] for case in cases}
+    """Measure one row for each policy, and for two of them one with events, also by NumPy's code alone."""
+    cases = [(policy, False, True) for policy in POLICIES]
+    cases += [(policy, True, compiled) for policy in ("lmetric", "moestro") for compiled in (True, False)]
+    times: dict[tuple[str, bool, bool], list[dict[str, float]]] = {case: [] for case in cases}
     index_bytes = dict.fromkeys(cases, 0)
     bounds = []
     for repeat in range(REPEATS):
         bounds.append(dictionary_us(num_engines, repeat))
         for case in cases:
-            policy, events = case
+            policy, events, compiled = case
             traffic = Traffic(policy, num_engines, repeat, events=events)
-            traffic.run(max(NUM_WARM, min(5 * num_engines, 9000)))
-            times[case].append(traffic.run(NUM_TIMED))
+            with contextlib.nullcontext() if compiled else without_kernel():
+                traffic.run(max(NUM_WARM, min(5 * num_engines, 9000)))
+                times[case].append(traffic.run(NUM_TIMED))
             index_bytes[case] = traffic.router.index_bytes
             del traffic
             gc.collect()
     rows: list[dict[str, object]] = []
-    for (policy, events), runs in times.items():
-        row: dict[str, object] = {"engines": num_engines, "policy": policy, "kv_events": events}
-        row["index_bytes"] = index_bytes[policy, events]
+    for (policy, events, compiled), runs in times.items():
+        row: dict[str, object] = {"engines": num_engines, "policy": policy, "kv_events": events, "compiled": compiled}
+        row["index_bytes"] = index_bytes[policy, events, compiled]
         for name in runs[0]:
             unit = "us_per_block" if name in ("stored", "removed") else "us"
             row[f"{name}_{unit}"] = spread([run[name] for run in runs])
@@ -195,16 +215,36 @@ def rows_of(num_engines: int) -> list[dict[str, object]]:
     return rows
 
 
+def sweep() -> list[dict[str, object]]:
+    """Measure the median microseconds of a look-up by lists and by arrays."""
+    rows: list[dict[str, object]] = []
+    for num_engines in SWEPT:
+        spent: dict[str, list[float]] = {"lists": [], "arrays": []}
+        for repeat in range(REPEATS):
+            traffic = Traffic("moestro", num_engines, repeat, events=True)
+            traffic.run(NUM_WARM)
+            for form, found in spent.items():
+                with mock.patch.object(prefix_index, "SHORT", 0 if form == "arrays" else num_engines):
+                    found.append(traffic.look_up_us(NUM_TIMED))
+        rows.append({"engines": num_engines, **{f"look_up_{form}_us": spread(runs) for form, runs in spent.items()}})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
 def main() -> None:
     parser = make_parser(__doc__)
+    parser.add_argument("--sweep", action="store_true", help="compare the two forms of the look-up")
     parser.add_argument("--engines", type=int, nargs="*", default=[16, 256, 4096])
     args = parser.parse_args()
+    if not wait_for_kernel(300):
+        raise SystemExit("the routing kernel is not there: a C++ compiler is needed")
     conditions = run_record("measured")
     rows = [row for num_engines in args.engines for row in rows_of(num_engines)]
-    old = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
-    rows += [row for row in old if row["engines"] not in args.engines]
+    old = json.loads(args.json.read_text()) if args.json and args.json.exists() else {"rows": []}
+    rows += [row for row in old["rows"] if row["engines"] not in args.engines]
     rows.sort(key=lambda row: row["engines"])  # type: ignore[arg-type, return-value]
-    save(args.json, conditions, {"repeats": REPEATS, "rows": rows})
+    swept = sweep() if args.sweep else old.get("sweep", [])
+    save(args.json, conditions, {"repeats": REPEATS, "rows": rows, "sweep": swept})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ with the same load sent straight to the responders. With --append the rounds are
         --rounds 5 --seconds 3 --json bench/results/routing/router_workers.json
 
 The ratios to the first number of workers are those of a round, with their median and range. Load and responders need
-cores of their own: on a machine without them, the CPU time of a request shows what a worker costs beside others.
+cores of their own: on a machine without them, requests/s are those of all processes together. There the CPU time of a
+request shows what a worker costs beside others, and `on_own_cores` is computed from it: the requests/s over those of
+the first number if each worker had a core, the number of workers times the inverse ratio of CPU time. Saturated workers
+serve as many requests as their cores can, however unevenly the kernel spreads the connections.
 """
 
 from __future__ import annotations
@@ -98,12 +101,18 @@ def _workers_name(number: int) -> str:
 def ratios(rounds: list[dict], numbers: list[int]) -> dict:
     """Compute requests/s and CPU of each number of workers over those of the first, in the same round."""
     first, found = _workers_name(numbers[0]), {}
-    for case, name in ((case, _workers_name(number)) for case in CASES for number in numbers[1:]):
+    for case, number in ((case, number) for case in CASES for number in numbers[1:]):
+        name = _workers_name(number)
         for key in ("requests_per_s", "cpu_us"):
             values = [each[case][name][key] / each[case][first][key] for each in rounds]
-            spread = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-            found.setdefault(case, {}).setdefault(name, {})[key] = spread
+            found.setdefault(case, {}).setdefault(name, {})[key] = _range_of(values)
+        values = [number / numbers[0] * each[case][first]["cpu_us"] / each[case][name]["cpu_us"] for each in rounds]
+        found[case][name]["on_own_cores"] = _range_of(values)
     return found
+
+
+def _range_of(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def routers(peers: Path | None, policies: list[str], tokenizer: Path | None) -> dict:

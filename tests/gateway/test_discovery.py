@@ -239,6 +239,24 @@ async def test_draining_of_the_operator_survives_a_vanishing(tmp_path):
 
 
 @looped
+async def test_drain_holds_when_an_engine_was_removed_and_is_listed_again(tmp_path):
+    file = tmp_path / "engines"
+    async with started("a") as (a,):
+        file.write_text(lines(a))
+        async with rig(a, listed=True, engine_file=file, keep_vanished=0.0) as it, admin_of(it) as admin:
+            for action in ("drain", "resume", "drain"):
+                assert (await admin.post(f"/admin/engines/a/{action}")).status == 200
+            file.write_text("[]")
+            await it.until(lambda: names(it) == {})
+            file.write_text(lines(a))
+            await it.until(lambda: names(it) == {"a": "draining"})
+            assert (await admin.delete("/admin/engines/a")).status == 204
+            url = {"url": f"a=http://127.0.0.1:{a.port}"}
+            assert (await admin.post("/admin/engines", json=url)).status == 201
+            await it.until(lambda: names(it) == {"a": "up"})  # the operator's own new engine
+
+
+@looped
 async def test_file_that_is_wrong_at_the_start_is_an_error(tmp_path):
     file = tmp_path / "engines"
     file.write_text("- nowhere")

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from routing.fleet import Load, measure
+from routing.fleet import Kind, Load, measure
 
 
 @pytest.mark.timeout(600)
 def test_a_killed_router_fails_no_request_and_moves_no_session(tmp_path):
     load = Load(num_sessions=20, seconds=8.0)
-    found = asyncio.run(measure(3, load, tmp_path, is_shared=True, num_probes=3))
+    found = asyncio.run(measure(Kind(3, is_shared=True), load, tmp_path, num_probes=3))
     assert found["requests"] > 40
     assert found["failed_before_first_byte"] == 0, "clients try the next router"
     assert found["tried_again"] > 0, "a router was killed"

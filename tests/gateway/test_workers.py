@@ -90,9 +90,9 @@ async def _are_ready(session: aiohttp.ClientSession, admin: str) -> bool:
     return sample(metrics, "moestro:route_peers") == [NUM - 1.0] * NUM
 
 
-async def _drain_a(session: aiohttp.ClientSession, admin: str) -> bool:
+async def _has_a(session: aiohttp.ClientSession, admin: str, condition: str) -> bool:
     metrics = str(await read(session, f"{admin}/metrics"))
-    return sample(metrics, "moestro:route_engine_condition", engine="a", condition="draining") == [1.0] * NUM
+    return sample(metrics, "moestro:route_engine_condition", engine="a", condition=condition) == [1.0] * NUM
 
 
 async def stay(engine: FakeEngine, wire: Wire, request: Received) -> None:
@@ -137,7 +137,7 @@ def test_workers_share_a_port_and_one_admin_plane(tmp_path):
             num_before = len(engines[0].received)
             os.kill(workers[0].pid, signal.SIGKILL)
             await until(_are_ready, session, admin)
-            await until(_drain_a, session, admin)  # A new worker gets the changes of the others when it answers.
+            await until(_has_a, session, admin, "draining")
             for i in range(20):
                 assert (await ask(running, f"hello again {i}"))["x-moestro-engine"] == "b"
             assert len(engines[0].received) == num_before
@@ -176,6 +176,40 @@ def test_a_worker_that_starts_again_has_drains_before_it_takes_requests(tmp_path
     test()
 
 
+@pytest.mark.timeout(600)
+def test_a_drain_holds_for_an_engine_that_a_list_names_after_a_workers_first_look(tmp_path):
+    @patient
+    async def test():
+        engines = [FakeEngine(name) for name in "ab"]
+        for engine in engines:
+            await engine.start()
+        a, b = (json.dumps({"url": f"http://127.0.0.1:{engine.port}", "name": engine.name}) for engine in engines)
+        listed = tmp_path / "engines.jsonl"
+        listed.write_text(f"{a}\n{b}\n")
+        flags = ("--route-policy", "round_robin", "--engine-file", str(listed))
+        async with started(tmp_path, flags=flags) as running, aiohttp.ClientSession() as session:
+            admin = admin_url(running)
+            await until(_are_ready, session, admin)
+            await until(_has_a, session, admin, "up")
+            assert (await read(session, f"{admin}/admin/engines/a/drain", "POST"))["name"] == "a"
+            listed.write_text(f"{b}\n")
+            os.kill(psutil.Process(running.process.pid).children()[0].pid, signal.SIGKILL)
+            await until(_are_ready, session, admin)
+            # the new worker does not know the engine, and the others keep what they know of it
+            for action in ("resume", "drain"):
+                assert (await read(session, f"{admin}/admin/engines/a/{action}", "POST"))["name"] == "a"
+            listed.write_text(f"{a}\n{b}\n")
+            await until(_has_a, session, admin, "draining")
+            assert {(await ask(running, f"{i}"))["x-moestro-engine"] for i in range(30)} == {"b"}
+            assert not engines[0].received
+            await read(session, f"{admin}/admin/engines/a/resume", "POST")
+            await until(_has_a, session, admin, "up")
+        for engine in engines:
+            engine.die()
+
+    test()
+
+
 def takes_connections(pid: int, port: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         found = psutil.Process(pid).net_connections()
@@ -200,7 +234,7 @@ def test_changes_outlive_the_admin_planes_process_and_reach_workers_without_it(t
             await read(session, f"{admin}/admin/engines/a/drain", "POST")
             assert "error" in await read(session, f"{admin}/admin/engines/none/drain", "POST")
             os.kill(operators, signal.SIGKILL)
-            await until(_drain_a, session, admin)  # by its successor
+            await until(_has_a, session, admin, "draining")  # by its successor
             known = {child.pid for child in starter.children()}
             successor = (known - {operators, *workers}).pop()
             os.kill(successor, signal.SIGSTOP)  # no process serves operators
@@ -214,7 +248,7 @@ def test_changes_outlive_the_admin_planes_process_and_reach_workers_without_it(t
             taken = {(await ask(running, f"{i}"))["x-moestro-engine"] for i in range(60)}
             assert taken == {"b", "c"}, "the drained engine gets nothing, and the added one its part"
             os.kill(successor, signal.SIGCONT)
-            await until(_drain_a, session, admin)
+            await until(_has_a, session, admin, "draining")
             shown = (await read(session, f"{admin}/admin/engines"))["engines"]
             assert [engine["name"] for engine in shown] == ["a", "b", "c"]
         engines[2].die()

@@ -316,7 +316,11 @@ print(*(source.prebuilt.relative_to({str(tmp_path)!r}) for source in module.LIBR
 """
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True)
     named = done.stdout.split()
-    assert named == ["src/moestro/model/kernels/prebuilt", "src/moestro/placement/kernel/prebuilt"]
+    assert named == [
+        "src/moestro/model/kernels/prebuilt",
+        "src/moestro/placement/kernel/prebuilt",
+        "src/moestro/routing/kernel/prebuilt",
+    ]
     ignored = (ROOT / ".gitignore").read_text().splitlines()
     for source, prebuilt in zip(LIBRARIES, named, strict=True):
         assert f"{prebuilt}/" in ignored

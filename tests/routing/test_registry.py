@@ -39,7 +39,7 @@ def test_a_policy_takes_settings_by_name():
         ("lmetric:min_share=2", "min_share must be above 0 and at most 1, got 2"),
         ("lmetric:window_s=inf", "route policy 'lmetric'"),
         ("session_affinity:by=user", "has no setting 'by'; it has expiry_s"),
-        ("vllm-0.27:num_clients=1000000000000000000000", "cannot decide with {'num_clients': 10"),
+        (f"vllm-0.27:num_clients=1{'0' * 310}", "cannot decide with {'num_clients': 10"),
         ("round_robin:speed=3", "it has none at all"),
         ("nowhere.py:fn", "there is no file nowhere.py"),
     ],

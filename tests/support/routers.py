@@ -51,8 +51,8 @@ def table(num_engines: int | None = None, as_of_ns: int = 0, **columns) -> Engin
 
 
 def view(engines: EngineTable, hit_tokens=None, req=None, now_ns=0, decision_id=0, host_tokens=None) -> RouteView:
-    hits = np.zeros(len(engines), np.int64) if hit_tokens is None else np.array(hit_tokens, np.int64)
-    hosted = None if host_tokens is None else np.array(host_tokens, np.int64)
+    hits = np.zeros(len(engines)) if hit_tokens is None else np.array(hit_tokens, np.float64)
+    hosted = None if host_tokens is None else np.array(host_tokens, np.float64)
     return RouteView(req or request(), engines, hits, BLOCK_SIZE, now_ns, decision_id, host_tokens=hosted)
 
 

@@ -254,13 +254,30 @@ class PrefixTree:
         return head
 
 
+class _LastCommon:
+    """The prompt of the last comparison, and its number of blocks before it left what it was compared with."""
+
+    prompt = b""
+    depth = 0
+
+
 def num_common(blocks: bytes, hashes: bytes, at: int) -> int:
-    """Return how many leading blocks of `blocks` stand in `hashes` at byte `at`; not all of them do."""
+    """Return how many leading blocks of `blocks` stand in `hashes` at byte `at`; not all of them do.
+
+    A prompt is compared with several trees, and mostly leaves all of them at the block at which it is new. So the
+    search begins where the last one for the same prompt ended.
+    """
     same, more = 0, min(len(blocks), len(hashes) - at) // HASH_BYTES
+    middle = _LastCommon.depth - at // HASH_BYTES
+    if hashes is _LastCommon.prompt and 0 < middle < more and hashes.startswith(blocks[: middle * HASH_BYTES], at):
+        same = middle
+        if not hashes.startswith(blocks[: (middle + 1) * HASH_BYTES], at):
+            return same
     while same < more:  # `same` blocks match, and more than `more` do not
         middle = (same + more + 1) // 2
         if hashes.startswith(blocks[: middle * HASH_BYTES], at):
             same = middle
         else:
             more = middle - 1
+    _LastCommon.prompt, _LastCommon.depth = hashes, at // HASH_BYTES + same
     return same

@@ -245,7 +245,7 @@ def _number_or_word(text: str) -> Setting:
             number = kind(text)
         except ValueError:
             continue
-        return text if math.isnan(number) else number
+        return text if isinstance(number, float) and math.isnan(number) else number
     return text
 
 

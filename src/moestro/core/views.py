@@ -75,10 +75,18 @@ class Figure:
     Attributes:
         values: float64[n], undefined where the figure was never reported.
         as_of_ns: int64[n], time of the figure on the router's clock. NEVER_NS means never reported.
+        newest_ns: int64[1], no less than any of `as_of_ns`. None means unknown.
     """
 
     values: NDArray[np.float64]
     as_of_ns: NDArray[np.int64]
+    newest_ns: NDArray[np.int64] | None = None
+
+    def is_known(self, now_ns: int, max_age_ns: int) -> bool:
+        """Whether the figure of any engine is at most `max_age_ns` old. Many figures are never reported."""
+        if self.newest_ns is not None and self.newest_ns.item() < now_ns - max_age_ns:
+            return False
+        return has_true(self.known(now_ns, max_age_ns))
 
     def known(self, now_ns: int, max_age_ns: int) -> NDArray[np.bool_]:
         """bool[n], whether the figure is at most `max_age_ns` old."""
@@ -89,18 +97,19 @@ class Figure:
 class EngineTable:
     """Engines as a router knows them, one row each. Read-only; it shows the router's columns as they are now.
 
-    The first columns are the router's own state: exact, of age zero, and about its own requests only.
+    The first columns are the router's own state: exact, of age zero, and about its own requests only. Counts and tokens
+    are whole numbers in float64, as scores need them.
 
     Attributes:
         routable: bool[n], ready, not draining, and with room in the queue: the rows that may be chosen.
-        num_in_flight: int64[n], requests sent and not ended.
-        num_prefilling: int64[n], those of them without a first token.
-        prefill_tokens: int64[n], prompt tokens of those, without tokens that the engine's cache is expected to hold.
-        context_tokens: int64[n], prompt tokens of all requests in flight.
-        num_unseen: int64[n], requests in flight that were sent after the time of `num_waiting`.
+        num_in_flight: float64[n], requests sent and not ended.
+        num_prefilling: float64[n], those of them without a first token.
+        prefill_tokens: float64[n], prompt tokens of those, without tokens that the engine's cache is expected to hold.
+        context_tokens: float64[n], prompt tokens of all requests in flight.
+        num_unseen: float64[n], requests in flight that were sent after the time of `num_waiting`.
         reported_prefill_tokens: float64[n], `queued_prefill_tokens` and prompt tokens sent since; infinite if unknown.
         num_foreign: int64[n], other routers' requests at the time of `num_waiting` and `num_running`.
-        num_kv_tokens: int64[n], capacity of the KV cache in tokens. UNKNOWN_KV_TOKENS means unknown.
+        num_kv_tokens: float64[n], capacity of the KV cache in tokens. UNKNOWN_KV_TOKENS means unknown.
         speed: float64[n], prompt tokens a second relative to the other engines, configured or learnt; 1 if unknown.
         decode_speed: float64[n], tokens of answers a second relative to the other engines, likewise.
         copy_price: float64[n], time to copy a prompt token from host memory over the time to compute it, 0 .. 1.
@@ -112,13 +121,13 @@ class EngineTable:
     """
 
     routable: NDArray[np.bool_]
-    num_in_flight: NDArray[np.int64]
-    num_prefilling: NDArray[np.int64]
-    prefill_tokens: NDArray[np.int64]
-    context_tokens: NDArray[np.int64]
-    num_unseen: NDArray[np.int64]
+    num_in_flight: NDArray[np.float64]
+    num_prefilling: NDArray[np.float64]
+    prefill_tokens: NDArray[np.float64]
+    context_tokens: NDArray[np.float64]
+    num_unseen: NDArray[np.float64]
     num_foreign: NDArray[np.int64]
-    num_kv_tokens: NDArray[np.int64]
+    num_kv_tokens: NDArray[np.float64]
     reported_prefill_tokens: NDArray[np.float64]
     speed: NDArray[np.float64]
     decode_speed: NDArray[np.float64]
@@ -155,7 +164,7 @@ class EngineTable:
     @staticmethod
     def blank(num_engines: int) -> EngineTable:
         """Make a table of routable engines without requests and without reported figures."""
-        columns: dict[str, Any] = {name: np.zeros(num_engines, np.int64) for name in OWN_COUNTS}
+        columns: dict[str, Any] = {name: np.zeros(num_engines, COLUMN_TYPES[name]) for name in OWN_COUNTS}
         for name in ROUTED_FIGURES:
             columns[name] = Figure(np.zeros(num_engines), np.full(num_engines, NEVER_NS))
         columns["num_kv_tokens"][:] = UNKNOWN_KV_TOKENS
@@ -176,6 +185,8 @@ OWN_COUNTS = tuple(
     for each in fields(EngineTable)
     if each.name not in {"routable", "reported_prefill_tokens", "has_speeds", *TRAITS, *ROUTED_FIGURES}
 )
+# Mostly no engine has foreign requests, and whether any has is found in a third of the time among integers.
+COLUMN_TYPES = dict.fromkeys(OWN_COUNTS, np.float64) | {"num_foreign": np.int64}
 
 
 class WaitingView(msgspec.Struct, frozen=True, eq=False, gc=False, kw_only=True):

@@ -70,6 +70,24 @@ class OperatorChange(msgspec.Struct, frozen=True):
     target: str
 
 
+_SWITCHES = frozenset({ChangeMade.DRAIN, ChangeMade.RESUME})
+
+
+def in_effect(changes: Sequence[OperatorChange]) -> list[OperatorChange]:
+    """Return the changes without drains and resumptions of an engine before its last one."""
+    last = {change.target: at for at, change in enumerate(changes) if change.made in _SWITCHES}
+    return [change for at, change in enumerate(changes) if change.made not in _SWITCHES or last[change.target] == at]
+
+
+def leave_drained(changes: Iterable[OperatorChange], name: str, address: str) -> bool:
+    """Return whether changes, in their order, leave an engine drained: by its own name or that of its address."""
+    is_drained = False
+    for change in changes:
+        if change.target in (name, address):
+            is_drained = change.made is ChangeMade.DRAIN
+    return is_drained
+
+
 @dataclass(slots=True)
 class EngineAdmin:
     """Applies the changes of the operator and of the lists of engines to the fleet.
@@ -79,6 +97,9 @@ class EngineAdmin:
         reading: method of comparing prompts, in words.
         takes_paths: whether an engine's API may be below a path.
         lists: engines that there should be.
+
+    Attributes:
+        made_by_all: Reads the operators' changes that all workers make. None means that this process is the only one.
     """
 
     fleet: Fleet
@@ -88,7 +109,21 @@ class EngineAdmin:
     reading: str
     takes_paths: bool = True
     lists: EngineLists = field(default_factory=EngineLists)
+    made_by_all: Callable[[], Sequence[OperatorChange]] | None = field(default=None, init=False)
+    _made: list[OperatorChange] = field(default_factory=list, init=False)  # the last one of each name
     _tls: EngineTls | None = field(default=None, init=False)  # of all engines with TLS
+
+    def __post_init__(self) -> None:
+        # A list may name the engine only later, or again: a drain holds until the operator takes it back.
+        self.fleet.is_drained = lambda engine: leave_drained(self._changes(), engine.name, engine.address.name)
+
+    def _changes(self) -> Sequence[OperatorChange]:
+        return self._made if self.made_by_all is None else self.made_by_all()
+
+    def _note(self, made: ChangeMade, name: str) -> None:
+        """Remember a change for engines of this name that come later."""
+        self._made = [change for change in self._made if change.target != name]
+        self._made.append(OperatorChange(made, name))
 
     def add(self, url: EngineUrl) -> EngineAddress:
         """Add the engines of an address and start its health checks; requests follow once a check has passed.
@@ -109,12 +144,22 @@ class EngineAdmin:
 
     def remove(self, address: EngineAddress) -> None:
         """Send the engines of an address no more requests, let running ones finish, and close its connections."""
+        self._note(ChangeMade.REMOVE, address.name)
         self.apply(self.lists.remove(address.name, time.monotonic_ns()))
 
     def drain(self, engine: RoutedEngine, *, is_draining: bool) -> None:
         """Drain the engine, or send it requests again."""
         engine.health.is_draining = is_draining
         self.fleet.look_now(engine)
+
+    def switch(self, name: str, *, is_draining: bool) -> list[RoutedEngine]:
+        """Drain the engines of a name, or send them requests again, also those of this name that come later."""
+        engines = self.named(name)
+        for engine in engines:
+            self.drain(engine, is_draining=is_draining)
+        if engines:
+            self._note(ChangeMade.DRAIN if is_draining else ChangeMade.RESUME, name)
+        return engines
 
     def named(self, name: str) -> list[RoutedEngine]:
         """Return the engine of a name, or the ranks of an address; none without either."""
@@ -124,7 +169,7 @@ class EngineAdmin:
         return [] if address is None else list(address.engines)
 
     def repeat(self, changes: Iterable[OperatorChange]) -> None:
-        """Make the operators' changes in their order, in a process that starts. Those of engines that are gone pass."""
+        """Make the operators' changes in their order, in a process that starts. Those of absent engines pass."""
         for made, target in map(msgspec.structs.astuple, changes):
             try:
                 if made is ChangeMade.ADD:
@@ -133,8 +178,7 @@ class EngineAdmin:
                     for address in {engine.address for engine in self.named(target)}:
                         self.remove(address)
                 else:
-                    for engine in self.named(target):
-                        self.drain(engine, is_draining=made is ChangeMade.DRAIN)
+                    self.switch(target, is_draining=made is ChangeMade.DRAIN)
             except ConfigError as error:
                 logger.info("an operator's change is not repeated: %s %s: %s", made, shown(target), error)
 
@@ -400,10 +444,8 @@ class Admin:
         return self._set_draining(http, is_draining=False)
 
     def _set_draining(self, http: web.Request, *, is_draining: bool) -> web.Response:
-        engines = self._named(http)
-        for engine in engines:
-            self._engine_admin.drain(engine, is_draining=is_draining)
-        return self._shown(engines)
+        self._named(http)
+        return self._shown(self._engine_admin.switch(http.match_info["name"], is_draining=is_draining))
 
     async def explain(self, http: web.Request) -> web.Response:
         """Handle GET /admin/explain/{request_id}: return the request's engines, scores, reasons and outcome."""

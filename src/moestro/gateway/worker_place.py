@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from moestro.gateway.admin import ChangeMade, OperatorChange
+from moestro.gateway.admin import OperatorChange, in_effect
 from moestro.web.rate_limits import SharedLimits
 
 _COUNTERS = ("begun", "serving")
@@ -59,34 +59,30 @@ class OperatorChanges:
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _HEAD_BYTES + 2 * _HALF_BYTES)
         self._version = np.frombuffer(self._memory, "u8", 1)
+        self._known: tuple[int, list[OperatorChange]] = (0, [])  # the version that was read last
 
     def read(self) -> list[OperatorChange]:
-        """Return the changes, oldest first."""
+        """Return the changes, oldest first; callers must not change the list."""
         while True:
             version = int(self._version[0])
+            if version == self._known[0]:
+                return self._known[1]
             at = _HEAD_BYTES + version % 2 * _HALF_BYTES
             num_bytes = int.from_bytes(self._memory[at : at + _HEAD_BYTES], "little")
             begin = at + _HEAD_BYTES
             packed = self._memory[begin : begin + min(num_bytes, _HALF_BYTES)]
             if int(self._version[0]) == version:
-                return _decode(packed) if packed else []
+                self._known = (version, _decode(packed) if packed else [])
 
     def write(self, changes: Sequence[OperatorChange]) -> None:
         """Replace the changes. Those without effect are left out, and so are the oldest ones beyond a megabyte."""
-        kept = _in_effect(changes)
+        kept = in_effect(changes)
         while len(packed := _encode(kept)) > _HALF_BYTES - _HEAD_BYTES:
             del kept[: len(kept) // 8 + 1]
         version = int(self._version[0]) + 1
         at = _HEAD_BYTES + version % 2 * _HALF_BYTES
         self._memory[at : at + _HEAD_BYTES + len(packed)] = len(packed).to_bytes(_HEAD_BYTES, "little") + packed
         self._version[0] = version
-
-
-def _in_effect(changes: Sequence[OperatorChange]) -> list[OperatorChange]:
-    """Return the changes without drains and resumptions of an engine before its last one."""
-    switches = (ChangeMade.DRAIN, ChangeMade.RESUME)
-    last = {change.target: at for at, change in enumerate(changes) if change.made in switches}
-    return [change for at, change in enumerate(changes) if change.made not in switches or last[change.target] == at]
 
 
 @dataclass(frozen=True, slots=True)

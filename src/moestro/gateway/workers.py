@@ -314,7 +314,8 @@ class Workers:
     ) -> Answered:
         """Let all workers change their engines, also those that start later, and return one answer.
 
-        A refusal of any worker is returned in place of the others' answers.
+        A refusal of any worker is returned in place of the others' answers. But a worker whose lists do not name the
+        engine yet makes a drain or a resumption when they do.
 
         Args:
             change: the change that the request asks for; None means that it asks for none in a known form.
@@ -335,6 +336,8 @@ class Workers:
             finally:
                 if not is_taken:
                     shared.write(before)
+            if is_taken and change is not None and change.made in (ChangeMade.DRAIN, ChangeMade.RESUME):
+                answers = [answer for answer in answers if answer.status != HTTPStatus.NOT_FOUND]
             return max(answers, key=lambda answer: answer.status)
 
 

@@ -96,7 +96,8 @@ CPU_KERNELS = LibrarySource(
 PLACEMENT_KERNEL = LibrarySource(
     "placement", "placement kernel", _PACKAGE / "placement" / "kernel", (PLAIN,), has_threads=False
 )
-LIBRARIES = (CPU_KERNELS, PLACEMENT_KERNEL)
+ROUTE_KERNEL = LibrarySource("routing", "routing kernel", _PACKAGE / "routing" / "kernel", (PLAIN,), has_threads=False)
+LIBRARIES = (CPU_KERNELS, PLACEMENT_KERNEL, ROUTE_KERNEL)
 
 
 class CompilerError(Exception):

@@ -79,7 +79,7 @@ class EngineColumns:
         is_up: bool[n], whether the engine is in rotation, even with a full queue.
         block_tokens: int64[n], tokens of the engine's own KV blocks.
         table: read-only view of the rows for policies, in the same memory.
-        no_hits: int64[n], read-only zeros: the cached tokens of a prompt for policies that do not ask for them.
+        no_hits: float64[n], read-only zeros: the cached tokens of a prompt for policies that do not ask for them.
         counts: the columns that change with single requests, in the same memory. NumPy takes twice as long to change a
             single number.
     """
@@ -118,6 +118,7 @@ class EngineColumns:
                     self._comparison = None  # a figure that was missing is known
                 self._values[at, row] = value
                 self._as_of_ns[at, row] = as_of_ns
+                self._newest_ns[at] = max(self._newest_ns[at], as_of_ns)
                 taken.add(name)
         return taken
 
@@ -185,14 +186,14 @@ class EngineColumns:
         self._capacity = capacity
         self.is_up = np.zeros(capacity, np.bool_)
         self.routable = np.zeros(capacity, np.bool_)
-        self.num_in_flight = np.zeros(capacity, np.int64)
-        self.num_prefilling = np.zeros(capacity, np.int64)
-        self.prefill_tokens = np.zeros(capacity, np.int64)
-        self.context_tokens = np.zeros(capacity, np.int64)
-        self.num_unseen = np.zeros(capacity, np.int64)
+        self.num_in_flight = np.zeros(capacity)
+        self.num_prefilling = np.zeros(capacity)
+        self.prefill_tokens = np.zeros(capacity)
+        self.context_tokens = np.zeros(capacity)
+        self.num_unseen = np.zeros(capacity)
         self.reported_prefill_tokens = np.full(capacity, np.inf)
         self.num_foreign = np.zeros(capacity, np.int64)
-        self.num_kv_tokens = np.full(capacity, UNKNOWN_KV_TOKENS)
+        self.num_kv_tokens = np.full(capacity, float(UNKNOWN_KV_TOKENS))
         self.speed = np.ones(capacity, np.float64)
         self.decode_speed = np.ones(capacity, np.float64)
         self.copy_price = np.full(capacity, DEFAULT_COPY_PRICE)
@@ -208,6 +209,7 @@ class EngineColumns:
         )
         self._values = np.zeros((len(ROUTED_FIGURES), capacity), np.float64)
         self._as_of_ns = np.full((len(ROUTED_FIGURES), capacity), NEVER_NS, np.int64)
+        self._newest_ns = np.full(len(ROUTED_FIGURES), NEVER_NS, np.int64)
         self._show()
 
     def _grow(self) -> None:
@@ -221,8 +223,9 @@ class EngineColumns:
             "_as_of_ns",
             *OWN_COUNTS,
         )
-        old, num_rows = {name: getattr(self, name) for name in names}, self._capacity
+        old, num_rows, newest_ns = {name: getattr(self, name) for name in names}, self._capacity, self._newest_ns
         self._allocate(2 * num_rows)
+        self._newest_ns[:] = newest_ns
         for name, column in old.items():
             getattr(self, name)[..., :num_rows] = column
 
@@ -231,8 +234,10 @@ class EngineColumns:
         self._comparison = None
         n = self.num_rows
         columns: dict[str, Any] = {
-            name: Figure(_read_only(values, n), _read_only(as_of_ns, n))
-            for name, values, as_of_ns in zip(ROUTED_FIGURES, self._values, self._as_of_ns, strict=True)
+            name: Figure(_read_only(values, n), _read_only(as_of_ns, n), newest_ns)
+            for name, values, as_of_ns, newest_ns in zip(
+                ROUTED_FIGURES, self._values, self._as_of_ns, self._newest_ns.reshape(-1, 1), strict=True
+            )
         }
         columns |= {
             name: _read_only(getattr(self, name), n)
@@ -241,7 +246,7 @@ class EngineColumns:
         if not np.count_nonzero(self.group[:n] != ALONE):
             columns["group"] = None  # so that policies need not look
         self.table = EngineTable(**columns, has_speeds=self._has_speeds())
-        self.no_hits = _read_only(np.zeros(n, np.int64), n)
+        self.no_hits = _read_only(np.zeros(n), n)
 
 
 def _read_only(column: NDArray[Scalar], num_rows: int) -> NDArray[Scalar]:
@@ -278,7 +283,7 @@ class SentTiming(msgspec.Struct, eq=False, gc=False):
     """
 
     is_first: bool
-    num_running: int
+    num_running: float
     first_ns: int = 0
     sent_tokens: float = 0.0
 

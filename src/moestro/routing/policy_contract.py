@@ -28,7 +28,7 @@ FRESH_NS = 5_000_000_000
 
 # (p_tokens, queued_tokens, batch), each [n] -> ns [n]: predicted time to first token on each engine. `p_tokens` counts
 # the request's own and the queued prompt tokens, `batch` the requests on the engine.
-PredictTtft = Callable[[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]], NDArray[np.float64]]
+PredictTtft = Callable[[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
 
 
 class RouteView(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -37,7 +37,7 @@ class RouteView(msgspec.Struct, frozen=True, eq=False, gc=False):
     Attributes:
         request: the request to route. Views never contain the output length.
         engines: the engine table, one row per engine.
-        hit_tokens: int64[n], tokens of the prompt's leading full blocks that each engine's cache is expected to hold;
+        hit_tokens: float64[n], tokens of the prompt's leading full blocks that each engine's cache is expected to hold,
             in any tier; 0 where unknown.
         block_size: tokens per KV block.
         now_ns: time of the decision.
@@ -45,19 +45,19 @@ class RouteView(msgspec.Struct, frozen=True, eq=False, gc=False):
         fresh_ns: age up to which a reported figure counts, ns.
         not_compared: figures that some routable engines have reported lately and others have not, each with bool[n],
             the engines that lack it. `engines` shows them as never reported, so that no engine is compared by them.
-        host_tokens: int64[n], those of `hit_tokens` that the cache holds in host memory alone, and copies back. None
+        host_tokens: float64[n], those of `hit_tokens` that the cache holds in host memory alone, and copies back. None
             means that it is 0 for all engines.
     """
 
     request: Request
     engines: EngineTable
-    hit_tokens: NDArray[np.int64]
+    hit_tokens: NDArray[np.float64]
     block_size: int
     now_ns: int
     decision_id: int
     fresh_ns: int = FRESH_NS
     not_compared: Mapping[str, NDArray[np.bool_]] = MappingProxyType({})
-    host_tokens: NDArray[np.int64] | None = None
+    host_tokens: NDArray[np.float64] | None = None
 
 
 class Choice(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -233,7 +233,7 @@ def names_read_by(policy: RoutePolicy) -> tuple[str, ...]:
     full = replace(blank, **figures)  # some policies look at names only with figures
     watched = _WatchedRequest()
     for engines in (blank, full):
-        view = RouteView(watched, engines, np.zeros(_NUM_ENGINES, np.int64), _BLOCK_SIZE, 0, 0)  # type: ignore[arg-type]
+        view = RouteView(watched, engines, np.zeros(_NUM_ENGINES), _BLOCK_SIZE, 0, 0)  # type: ignore[arg-type]
         with contextlib.suppress(Exception):  # a user's policy may want more of a request
             policy.decide(view, Draws(0, 0))
     return tuple(name for name in NAMES if name in watched.read)

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -36,6 +37,7 @@ from numpy.typing import NDArray
 
 from moestro.core.hashing import HASH_BYTES, BlockRun, PrefixTree, num_common, split_hashes
 from moestro.core.views import SHORT
+from moestro.routing.kernel.passes import route_kernel
 
 # Bytes per entry, including the unused part of dictionaries that have just grown.
 REPORTED_BYTES = 300  # one block reported by one engine
@@ -47,9 +49,11 @@ _MOST_UNREPORTED = 3  # prompts in a row; a cache that is full may have lost one
 _LEAVE_AT_ONCE = 4096  # blocks dropped at once, in a few milliseconds; a stranger may have reported a million
 _LEAVE_A_CALL = 256
 _KEPT_SIZES = 4  # sizes of a cache whose blocks kept prompts have together; prompts share blocks
+_MANY = 1 << 40
 _MOST_ALIKE = 4  # neighbouring runs with the same holders that a look-up passes without joining them
 _FEW = 8  # up to this number bits are extracted one by one, above it by unpacking all bits
 
+Tokens = NDArray[np.float64]  # whole numbers, in the type in which scores need them
 Steps = list[tuple[int, int]]  # (depth in blocks, engines that hold that many leading blocks), by ascending depth
 
 
@@ -86,8 +90,11 @@ class _HeldRun:
         begin = _place(blocks, hashes[at : at + HASH_BYTES])
         if begin < 0:
             return 1
-        blocks = blocks[begin:]
-        return len(blocks) // HASH_BYTES if hashes.startswith(blocks, at) else num_common(blocks, hashes, at)
+        if begin:
+            blocks = blocks[begin:]
+            if hashes.startswith(blocks, at):
+                return len(blocks) // HASH_BYTES
+        return num_common(blocks, hashes, at)
 
 
 @dataclass(slots=True)
@@ -105,6 +112,8 @@ class _Engine:
         is_capacity_known: whether the engine reported it; else it is learned.
         num_hosted: reported blocks that host memory alone holds.
         num_unreported: computed prompts in a row of which no event reported the first block.
+        num_free_bytes: memory below its share at the last look, without what its prompts may have taken since.
+        looked_at: value of `PrefixIndex._num_sent` at the last look.
     """
 
     reported: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
@@ -117,6 +126,8 @@ class _Engine:
     num_hosted: int = 0
     is_capacity_known: bool = False
     num_unreported: int = 0
+    num_free_bytes: int = 0
+    looked_at: int = 0
 
 
 class PrefixIndex:
@@ -139,6 +150,7 @@ class PrefixIndex:
         self._leaving: deque[tuple[int, OrderedDict[bytes, None]]] = deque()  # dropped blocks still in `_reported`
         self._stale = 0  # engines with such blocks, whose bits in `_reported` are not believed
         self._complete = 0  # engines whose events report all their blocks
+        self._num_sent = 0  # prompts sent, and much more with each new engine
         self._exact = 0  # those of `_complete` that have reported a block
 
     def add_engine(self, engine: int) -> None:
@@ -150,6 +162,7 @@ class PrefixIndex:
         assert not row.prompts
         assert not row.kept
         self.set_capacity(engine, None)
+        self._num_sent += _MANY  # the shares are smaller, so that each engine has to be looked at
 
     def set_capacity(self, engine: int, num_blocks: int | None, num_host_blocks: int = 0) -> None:
         """Set the cache size of `engine` in blocks.
@@ -185,19 +198,23 @@ class PrefixIndex:
 
     # --- queries
 
-    def match(self, hashes: bytes, block_tokens: int = 1) -> NDArray[np.int64]:
-        """Return how many leading tokens of a prompt each engine holds without a gap, int64[num_engines].
+    def match(self, hashes: bytes, block_tokens: int = 1) -> Tokens:
+        """Return how many leading tokens of a prompt each engine holds without a gap, float64[num_engines].
 
         Args:
             hashes: packed block hashes, HASH_BYTES each, in prompt order.
             block_tokens: tokens per block; 1 counts blocks.
         """
-        self._leave(_LEAVE_A_CALL)
+        if self._leaving:
+            self._leave(_LEAVE_A_CALL)
         num_engines, exact = len(self._engines), self._exact
         # Histories of exact engines do not count, so where all engines are exact none is looked at.
         steps = [] if exact == (1 << num_engines) - 1 else _steps(self._history, hashes, ~exact)
         if not exact and not self._reported:
-            found = np.zeros(num_engines, np.int64)
+            found = np.zeros(num_engines)
+            if num_engines > SHORT and (kernel := route_kernel()) is not None:
+                kernel.fill(found, steps, block_tokens)
+                return found
             for depth, holders in steps:  # ascending, so that deeper matches overwrite shallower ones
                 _set(found, holders, depth * block_tokens)
             return found
@@ -209,17 +226,17 @@ class PrefixIndex:
         """Whether any engine may hold blocks in host memory alone."""
         return bool(self._hosted or self._has_host)
 
-    def hosted_of(self, hashes: bytes, hits: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many leading blocks of a prompt are in each engine's host memory alone, int64[num_engines].
+    def hosted_of(self, hashes: bytes, hits: Tokens) -> Tokens:
+        """Return how many leading blocks of a prompt are in each engine's host memory alone, float64[num_engines].
 
         Args:
             hashes: packed block hashes, in prompt order.
             hits: the value of `match` for them.
         """
-        found = np.zeros(len(hits), np.int64)
+        found = np.zeros(len(hits))
         foretold = self._has_host & ~self._exact
         if foretold:
-            on_device = np.zeros(len(hits), np.int64)
+            on_device = np.zeros(len(hits))
             for depth, holders in _steps(self._recent, hashes, foretold):
                 _set(on_device, holders, depth)
             rows = np.array([engine for engine in range(len(hits)) if foretold >> engine & 1])
@@ -228,7 +245,7 @@ class PrefixIndex:
             self._count_hosted(hashes, hits, found)
         return found
 
-    def _count_hosted(self, hashes: bytes, hits: NDArray[np.int64], found: NDArray[np.int64]) -> None:
+    def _count_hosted(self, hashes: bytes, hits: Tokens, found: Tokens) -> None:
         """Write to `found` the marked blocks of each engine with KV events, run by run of neighbours alike."""
         believed, get = ~self._stale & ~(self._has_host & ~self._exact), self._hosted.get
         holders = [get(block, 0) & believed for block in split_hashes(hashes)[: int(hits.max(initial=0))]]
@@ -236,7 +253,7 @@ class PrefixIndex:
         for end in range(1, len(holders) + 1):
             if end == len(holders) or holders[end] != holders[begin]:
                 if holders[begin]:
-                    span = np.zeros(len(hits), np.int64)
+                    span = np.zeros(len(hits))
                     _set(span, holders[begin], end - begin)
                     found += np.minimum(span, np.maximum(hits - begin, 0))
                 begin = end
@@ -266,6 +283,7 @@ class PrefixIndex:
         Returns:
             The handle to pass to `ended`; None means no call is needed.
         """
+        self._num_sent += 1
         if self._exact >> engine & 1:
             self._keep(engine, hashes)
             return self._pending.add(engine, hashes) if is_in_flight else None
@@ -315,7 +333,8 @@ class PrefixIndex:
 
     def _note(self, engine: int, hashes: bytes) -> None:
         """Record blocks that `engine` reported, in any tier."""
-        self._leave(_LEAVE_A_CALL)
+        if self._leaving:
+            self._leave(_LEAVE_A_CALL)
         row, bit = self._engines[engine], 1 << engine
         row.num_unreported = 0
         self._exact |= self._complete & bit
@@ -441,7 +460,11 @@ class PrefixIndex:
         row.num_kept_blocks += len(hashes) // HASH_BYTES
         while row.num_kept_blocks > _KEPT_SIZES * row.capacity and len(row.kept) > 1:
             self._drop_kept(row)
-        self._keep_share(engine)
+        # A prompt takes at most its blocks twice, kept and pending, and cuts at most one run of each tree in two.
+        row.num_free_bytes -= PROMPT_BYTES + 2 * len(hashes)
+        most_runs = 6 * (self._num_sent - row.looked_at)
+        if row.num_free_bytes <= most_runs * (RUN_BYTES + len(self._engines) // 7):
+            self._keep_share(engine)
 
     def _drop_kept(self, row: _Engine) -> None:
         row.num_kept_blocks -= len(row.kept.popleft()) // HASH_BYTES
@@ -489,7 +512,7 @@ class PrefixIndex:
 
     def _keep_share(self, engine: int) -> None:
         row, share = self._engines[engine], self._max_bytes // len(self._engines)
-        while (row.prompts or row.kept or row.reported) and self._bytes_of(engine) > share:
+        while (num_bytes := self._bytes_of(engine)) > share and (row.prompts or row.kept or row.reported):
             if row.prompts:
                 self._drop_oldest(engine)
             elif row.kept:
@@ -497,15 +520,18 @@ class PrefixIndex:
             else:
                 self._drop(1 << engine, [row.reported.popitem(last=False)[0]])
                 self.incomplete(engine)
+        row.num_free_bytes, row.looked_at = share - num_bytes, self._num_sent
 
     def _bytes_of(self, engine: int) -> int:
         """Bytes of one engine, assuming that no two blocks share a set and each set has a bit per engine."""
         row, set_bytes = self._engines[engine], len(self._engines) // 7
         num_runs, num_blocks = self._pending.num_runs[engine], self._pending.num_blocks[engine]
-        for prompts, tree in ((row.prompts, self._history), (row.recent, self._recent)):
-            if prompts:
-                num_runs += tree.num_runs[engine]
-                num_blocks += tree.num_blocks[engine]
+        if row.prompts:
+            num_runs += self._history.num_runs[engine]
+            num_blocks += self._history.num_blocks[engine]
+        if row.recent:
+            num_runs += self._recent.num_runs[engine]
+            num_blocks += self._recent.num_blocks[engine]
         return (
             len(row.reported) * (REPORTED_BYTES + set_bytes)
             + row.num_hosted * (HOSTED_BYTES + set_bytes)
@@ -627,8 +653,12 @@ def _alike(values: Sequence[_Kind]) -> Iterator[tuple[int, int]]:
             begin = end
 
 
-def _filled(num_engines: int, found: Steps, block_tokens: int) -> NDArray[np.int64]:
-    """Return the tokens of each engine, which is in one of the sets of `found`, int64[num_engines]."""
+def _filled(num_engines: int, found: Steps, block_tokens: int) -> Tokens:
+    """Return the tokens of each engine, which is in one of the sets of `found`, float64[num_engines]."""
+    if num_engines > SHORT and (kernel := route_kernel()) is not None:
+        tokens = np.empty(num_engines)
+        kernel.fill(tokens, found, block_tokens)
+        return tokens
     most = found[0]
     for step in found:
         if step[1].bit_count() > most[1].bit_count():
@@ -636,20 +666,24 @@ def _filled(num_engines: int, found: Steps, block_tokens: int) -> NDArray[np.int
     if num_engines <= SHORT:
         of_engine = [most[0] * block_tokens] * num_engines
         for step in found:
-            left = 0 if step is most else step[1]
-            while left:
-                engine = left.bit_length() - 1
-                of_engine[engine] = step[0] * block_tokens
-                left ^= 1 << engine
-        return np.array(of_engine, np.int64)
-    tokens = np.full(num_engines, most[0] * block_tokens, np.int64)
+            if step is not most:
+                for engine in _rows(step[1]):
+                    of_engine[engine] = step[0] * block_tokens
+        return np.array(of_engine, np.float64)
+    of_all = np.full(num_engines, most[0] * block_tokens, np.float64)
     for step in found:
         if step is not most:
-            _set(tokens, step[1], step[0] * block_tokens)
-    return tokens
+            _set(of_all, step[1], step[0] * block_tokens)
+    return of_all
 
 
-def _set(found: NDArray[np.int64], engines: int, depth: int) -> None:
+@lru_cache(maxsize=4096)  # few engines have few sets, which come again and again
+def _rows(engines: int) -> tuple[int, ...]:
+    """Return the bits of a set of few engines."""
+    return tuple(engine for engine in range(engines.bit_length()) if engines >> engine & 1)
+
+
+def _set(found: Tokens, engines: int, depth: int) -> None:
     """Set `found[e] = depth` for each bit `e` of `engines`."""
     if engines.bit_count() <= _FEW:
         while engines:

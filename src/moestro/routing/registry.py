@@ -205,7 +205,7 @@ def _try_once(policy: RoutePolicy) -> None:
         ConfigError: the policy chose an engine that does not exist. Exceptions of the policy itself propagate.
     """
     request = Request(request_id="trial", num_prompt_tokens=1, sampling=SamplingParams(), arrival_ns=0)
-    view = RouteView(request, EngineTable.blank(2), np.zeros(2, np.int64), 16, 0, 0)
+    view = RouteView(request, EngineTable.blank(2), np.zeros(2), 16, 0, 0)
     engine = policy.decide(view, Draws(0, 0)).engine
     if engine not in (0, 1):
         raise ConfigError(f"it chose engine {engine!r} of two")

@@ -21,6 +21,7 @@ from moestro.core.views import ALONE, DEFAULT_COPY_PRICE, UNKNOWN_KV_TOKENS, Eng
 from moestro.errors import InvariantError, NoEngineError, QueueFullError
 from moestro.routing.columns import EngineColumns, EngineSpeeds, ServedAnswer
 from moestro.routing.in_flight import Flight, InFlight, PeerFlight, PeerFlights, PeerRequest
+from moestro.routing.kernel.passes import want_kernel
 from moestro.routing.policy_contract import (
     Choice,
     Ended,
@@ -121,7 +122,7 @@ def candidates_of(view: RouteView, choice: Choice, needs: Needs = NO_NEEDS) -> C
     scores_of_rows = None if scores is None else scores[rows]
     has_speeds = needs.speeds and view.engines.has_speeds
     traits = _traits_of(view, rows) if has_speeds or view.host_tokens is not None else None
-    return Candidates(choice.engine, num, rows, scores_of_rows, view.hit_tokens[rows], lacking, traits)
+    return Candidates(choice.engine, num, rows, scores_of_rows, view.hit_tokens[rows].astype(np.int64), lacking, traits)
 
 
 def _traits_of(view: RouteView, rows: NDArray[np.intp]) -> NDArray[np.float64]:
@@ -197,6 +198,7 @@ class Router:
     """
 
     def __init__(self, policy: RoutePolicy, settings: RouterSettings = DEFAULT_SETTINGS) -> None:
+        want_kernel()
         self._policy = policy
         self._observes = not is_stateless(policy)
         self._settings = settings
@@ -273,8 +275,8 @@ class Router:
         if candidates is not None:
             self._decided(view, choice, candidates)
         self._num_decisions += 1
-        hit_tokens = view.hit_tokens.item(engine)
-        host_tokens = 0 if view.host_tokens is None else view.host_tokens.item(engine)
+        hit_tokens = int(view.hit_tokens.item(engine))
+        host_tokens = 0 if view.host_tokens is None else int(view.host_tokens.item(engine))
         num_tokens = request.num_known_tokens
         flight = Flight(engine, now_ns, num_tokens, max(1, num_tokens - hit_tokens), hit_tokens, host_tokens)
         if self._speeds is not None:
@@ -649,7 +651,7 @@ class Router:
         not_compared: dict[str, NDArray[np.bool_]] = {}
         if self._settings.compares_known:
             table, not_compared = self._columns.compared(table, now_ns - self._settings.fresh_ns)
-        host_tokens: NDArray[np.int64] | None = None
+        host_tokens: NDArray[np.float64] | None = None
         if self._policy.needs.hits:
             hit_tokens = self._index.match(request.block_hashes, block_size)
             if self._index.has_hosted:

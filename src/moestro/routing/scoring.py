@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.rng import Draws
-from moestro.core.views import SHORT, Figure, all_true
+from moestro.core.views import Figure, all_true
 from moestro.cost.model import Batch
 from moestro.cost.tables import MeasuredCost, load_table
 from moestro.errors import ConfigError
 from moestro.files.text_files import read_text
+from moestro.routing.kernel.passes import route_kernel
 from moestro.routing.policy_contract import (
     Choice,
     Ended,
@@ -41,7 +42,7 @@ Scores = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 
-FEW_ENGINES = 32  # up to which a score of lists takes less time than one of arrays
+ONE = np.ones(())  # in a sum with a column an array costs half as much as a number of Python
 
 OWN_COUNTS = Needs()
 
@@ -121,7 +122,10 @@ def choose(
             mask = left
         else:
             words += "; the filter leaves no engine, so all are candidates"
-    engine = lowest(scores, mask, draws)
+    kernel = route_kernel()
+    engine = -1 if kernel is None else kernel.lowest(view.engines, scores, mask)
+    if engine < 0:
+        engine = lowest(scores, mask, draws)
     score = float(scores.item(engine))
     return Choice(engine, score, f"{words} {score:.6g}", scores, {} if detail is None else detail)
 
@@ -129,11 +133,6 @@ def choose(
 def lowest(scores: Scores | Counts, among: Mask, draws: Draws) -> int:
     """Return the row with the lowest score in the non-empty set `among`. A draw breaks ties, to spread requests."""
     left = scores if all_true(among) else np.where(among, scores, np.inf)
-    if len(left) <= SHORT and math.isfinite(least := min(values := left.tolist())):
-        if values.count(least) == 1:
-            return int(values.index(least))
-        rows = [row for row, value in enumerate(values) if value == least]
-        return rows[draws.below(len(rows))]
     best = int(left.argmin())  # argmin returns the first NaN, if any
     least = left.item(best)
     if not math.isfinite(least):
@@ -150,6 +149,11 @@ def _lowest_finite(scores: Scores | Counts, rows: NDArray[np.int64], draws: Draw
     return int(tied[draws.below(len(tied))])
 
 
+def total(column: Scores) -> float:
+    """Return the sum of a column of whole numbers, which no order of the summands changes."""
+    return float(np.add.reduce(column))
+
+
 def range_of(values: Scores | Counts, among: Mask) -> tuple[float, float]:
     """Return the lowest and the highest value in the non-empty set `among`."""
     left = values[among]
@@ -161,15 +165,20 @@ def fresh(view: RouteView, figure: Figure) -> Mask:
     return figure.known(view.now_ns, view.fresh_ns)
 
 
+def any_fresh(view: RouteView, figure: Figure) -> bool:
+    """Return whether any engine has reported the figure within the view's `fresh_ns`."""
+    return figure.is_known(view.now_ns, view.fresh_ns)
+
+
 def all_fresh(view: RouteView, *figures: Figure) -> bool:
     """Return whether every routable engine has reported each of these figures lately, so that they are comparable."""
     unroutable = ~view.engines.routable
     return all(bool((fresh(view, figure) | unroutable).all()) for figure in figures)
 
 
-def new_tokens(view: RouteView) -> Counts:
+def new_tokens(view: RouteView) -> Scores:
     """Tokens of the prompt and of a resumed answer that each engine would have to compute."""
-    return view.request.num_known_tokens - view.hit_tokens
+    return float(view.request.num_known_tokens) - view.hit_tokens
 
 
 def hit_ratio(view: RouteView) -> Scores:
@@ -201,10 +210,12 @@ def queued_prefill_tokens(view: RouteView) -> Scores:
 
 def p_tokens(view: RouteView) -> Scores:
     """LMetric's P-token: tokens that each engine would compute before this request's first token."""
-    return queued_prefill_tokens(view) + new_tokens(view)
+    tokens = new_tokens(view)
+    tokens += queued_prefill_tokens(view)
+    return tokens
 
 
-def batch_size(view: RouteView) -> Counts:
+def batch_size(view: RouteView) -> Scores:
     """Requests on each engine, waiting or running: exact for this router, as last reported for others."""
     engines = view.engines
     if not np.count_nonzero(engines.num_foreign):
@@ -251,9 +262,9 @@ def expert_local_share(view: RouteView) -> Scores:
     return np.where(fresh(view, figure), figure.values, 0.0)
 
 
-def host_tokens(view: RouteView) -> Counts:
+def host_tokens(view: RouteView) -> Scores:
     """Tokens of the prompt that each engine's cache holds in host memory alone, and copies back."""
-    return np.zeros(len(view.engines), np.int64) if view.host_tokens is None else view.host_tokens
+    return np.zeros(len(view.engines)) if view.host_tokens is None else view.host_tokens
 
 
 def copy_price(view: RouteView) -> Scores:
@@ -331,7 +342,7 @@ class LearnedTtft:
         self._weights = np.array([0.0, 1e12 / DEFAULT_TOKENS_PER_S, 0.0])
         self._num_samples = 0
 
-    def __call__(self, p_tokens: Floats, queued_tokens: Floats, batch: Counts) -> Floats:
+    def __call__(self, p_tokens: Floats, queued_tokens: Floats, batch: Floats) -> Floats:
         """Implement `PredictTtft`."""
         constant, per_thousand, per_request = self._weights
         predicted: Floats = constant + per_thousand * _PER_THOUSAND * p_tokens + per_request * batch
@@ -375,8 +386,8 @@ class PredictsTtft:
     def prefill_ns(self, num_tokens: Floats) -> Floats:
         """Return the predicted time to compute prompts of these lengths alone, float64[n], ns."""
         nothing = np.zeros(len(num_tokens))
-        times = self._predict(num_tokens, nothing, nothing.astype(np.int64))
-        return times - self._learned(nothing, nothing, nothing.astype(np.int64)) if self._learned else times
+        times = self._predict(num_tokens, nothing, nothing)
+        return times - self._learned(nothing, nothing, nothing) if self._learned else times
 
     def with_terms(self, view: RouteView, choice: Choice) -> Choice:
         """Add to a choice what a predictor can learn from it."""
@@ -439,10 +450,10 @@ def priced_ttft(step_ns: Callable[[Batch], int], max_num_batched_tokens: int) ->
             table[key] = step_ns(Batch(start, np.concatenate([np.ones(batch, np.int64), [num_tokens]])))
         return table[key]
 
-    def predict(p_tokens: Floats, queued_tokens: Floats, batch: Counts) -> Floats:
+    def predict(p_tokens: Floats, queued_tokens: Floats, batch: Floats) -> Floats:
         del queued_tokens  # `p_tokens` includes them
         ttft_ns = np.empty(len(p_tokens))
-        for engine, (tokens, others) in enumerate(zip(p_tokens.tolist(), batch.tolist(), strict=True)):
+        for engine, (tokens, others) in enumerate(zip(p_tokens.tolist(), map(int, batch.tolist()), strict=True)):
             full, rest = divmod(max(int(tokens), 1), max_num_batched_tokens)
             rest -= rest % _ROUNDING if rest > _ROUNDING else 0
             ttft_ns[engine] = full * price_ns(max_num_batched_tokens, others) + (price_ns(rest, others) if rest else 0)

@@ -10,9 +10,8 @@ from support.routers import BLOCK_SIZE, decide, request, router, table, view
 
 from moestro.core.hashing import HASH_BYTES
 from moestro.errors import ConfigError
-from moestro.routing.policies.lmetric import HotspotDetector, HotspotSettings, LMetric, lmetric_score
+from moestro.routing.policies.lmetric import HotspotDetector, HotspotSettings, LMetric
 from moestro.routing.policy_contract import Routed
-from moestro.routing.scoring import batch_size, p_tokens
 
 SECOND = 1_000_000_000
 OF_4000 = request(num_prompt_tokens=4000)
@@ -42,22 +41,6 @@ def test_other_routers_requests_count_while_the_engine_has_spoken_lately():
     )  # fmt: skip
     assert decide(LMetric(), known, req=OF_4000).scores.tolist() == [4900 * 5, 4000 * 2]
     assert decide(LMetric(), known, req=OF_4000, now_ns=6 * SECOND).scores.tolist() == [4100 * 2, 4000 * 2]
-
-
-@pytest.mark.parametrize("num_engines", [1, 16, 32, 33, 100])
-def test_scores_of_few_engines_are_those_of_many_to_the_bit(num_engines):
-    rng = np.random.default_rng(num_engines)
-    for _ in range(20):
-        reported = np.where(rng.random(num_engines) < 0.3, np.inf, rng.integers(9000, size=num_engines))
-        known = table(
-            prefill_tokens=rng.integers(9000, size=num_engines),
-            reported_prefill_tokens=reported,
-            num_in_flight=rng.integers(30, size=num_engines),
-        )
-        seen = view(known, rng.integers(4000, size=num_engines), OF_4000)
-        scores = lmetric_score(seen)
-        assert scores.dtype == np.float64
-        assert scores.tobytes() == (p_tokens(seen) * (batch_size(seen) + 1)).tobytes()
 
 
 @pytest.mark.parametrize("num_engines", [6, 80])

@@ -433,6 +433,7 @@ class Fleet:
         pseudonym: Name of this router in Via. No client can guess it, so none can make the router refuse others.
         names: Names by row, including removed engines. Adding an engine replaces the tuple.
         on_failure: Called with the row of an engine that no longer answers.
+        is_drained: Whether an operator has drained the engine that an added one is named like.
     """
 
     def __init__(self, router: Router, block_tokens: int, rules: HealthRules, now_ns: Callable[[], int]) -> None:
@@ -445,6 +446,7 @@ class Fleet:
         self._groups: dict[str, int] = {}  # Numbers in the router, by name.
         self.names: tuple[str, ...] = ()
         self.on_failure: Callable[[int], None] = lambda row: None
+        self.is_drained: Callable[[RoutedEngine], bool] = lambda engine: False
         self._rows: dict[str, int] = {}  # By URL.
         self._returning: set[int] = set()  # Rows in slow start or in doubt.
         self._suspected: set[int] = set()  # Rows that get requests only where no other engine can.
@@ -520,7 +522,7 @@ class Fleet:
                 self._remove_engine(engine)
         for engine in address.engines:
             if engine not in before:
-                engine.health.is_draining = is_draining
+                engine.health.is_draining = is_draining or self.is_drained(engine)
                 engine.health.is_absent = address.is_absent
                 if is_well:
                     engine.health.checked(self._now_ns(), passed=True)

@@ -23,10 +23,11 @@ from moestro.core.hashing import HASH_BYTES, BlockRun, PrefixTree
 from moestro.core.rng import Draws
 from moestro.core.views import all_true
 from moestro.errors import ConfigError
+from moestro.routing.kernel.passes import route_kernel
 from moestro.routing.policies.load import least_loaded_score
 from moestro.routing.policy_contract import Choice, Needs, Routed, RouteEvent, RouteView
 from moestro.routing.registry import ROUTE_POLICIES
-from moestro.routing.scoring import FEW_ENGINES, Counts, Mask, Scores, batch_size, choose, p_tokens
+from moestro.routing.scoring import ONE, Counts, Mask, Scores, batch_size, choose, p_tokens
 
 _ALL = 0  # the only holder in the window's tree
 
@@ -134,7 +135,7 @@ class HotspotDetector:
         # x / (1 - x) > |M| / |others|, without a division by 0.
         first = num_holders > 0 and num_others > 0 and own.num_requests * num_others > num_holders * outside
         holders = routable & (view.hit_tokens >= num_shared) if first else None
-        is_lower = holders is not None and _is_lower_on(holders, scores, routable)
+        is_lower = holders is not None and _is_lower_on(holders, scores, view, num_shared)
         second = is_lower and self._tracked[own.block].streak + 1 > 2 * num_holders
         class_share = own.num_requests / len(self._window)
         return Alarm(
@@ -201,22 +202,33 @@ class HotspotDetector:
 
 def _count_holders(view: RouteView, num_tokens: int) -> tuple[int, int]:
     """Return how many routable engines have so many tokens of the prompt in their caches, and how many have not."""
-    routable, hits = view.engines.routable, view.hit_tokens
-    if len(hits) <= FEW_ENGINES:
-        has = [
-            hit >= num_tokens for hit, is_routable in zip(hits.tolist(), routable.tolist(), strict=True) if is_routable
-        ]
-        return (num := sum(has)), len(has) - num
-    num = int(np.count_nonzero(routable & (hits >= num_tokens)))
+    if (kernel := route_kernel()) is not None:
+        found = kernel.holders(view.engines, view.hit_tokens, num_tokens)
+        if found is not None:
+            return found
+    routable, has = view.engines.routable, view.hit_tokens >= num_tokens
+    if all_true(routable):
+        num = int(np.count_nonzero(has))
+        return num, len(has) - num
+    num = int(np.count_nonzero(routable & has))
     return num, int(np.count_nonzero(routable)) - num
 
 
-def _is_lower_on(holders: Mask, scores: Scores | Counts, routable: Mask) -> bool:
-    """Return whether the lowest score on M is below the lowest elsewhere; both have a routable engine."""
+def _is_lower_on(holders: Mask, scores: Scores | Counts, view: RouteView, num_tokens: int) -> bool:
+    """Return whether the lowest score on M is below the lowest elsewhere; both have a routable engine.
+
+    Args:
+        num_tokens: tokens of the prompt that the engines of M have.
+    """
+    engines = view.engines
+    if (kernel := route_kernel()) is not None:
+        found = kernel.is_lower(engines, scores, view.hit_tokens, num_tokens)
+        if found is not None:
+            return found
     # Twice as fast as a selection of rows by a mask.
     inside, outside = np.where(holders, scores, np.inf), np.where(holders, np.inf, scores)
-    if not all_true(routable):
-        outside[~routable] = np.inf
+    if not all_true(engines.routable):
+        outside[~engines.routable] = np.inf
     return bool(inside.min() < outside.min())
 
 
@@ -234,21 +246,13 @@ def lmetric_score(view: RouteView) -> Scores:
 
     Source: LMetric, Fig. 17 (b); the added 1 is the request itself, as in the authors' `lmetric.rs`.
     """
-    engines = view.engines
-    if len(engines) > FEW_ENGINES or any(engines.num_foreign.tolist()):
-        return p_tokens(view) * (batch_size(view) + 1)
-    num_known = view.request.num_known_tokens
-    rows = zip(
-        engines.prefill_tokens.tolist(),
-        engines.reported_prefill_tokens.tolist(),
-        view.hit_tokens.tolist(),
-        engines.num_in_flight.tolist(),
-        strict=True,
-    )
-    scores = [
-        ((own if own < reported else reported) + (num_known - hit)) * (batch + 1) for own, reported, hit, batch in rows
-    ]
-    return np.array(scores, np.float64)
+    if (kernel := route_kernel()) is not None:
+        found = kernel.products(view.engines, view.hit_tokens, view.request.num_known_tokens)
+        if found is not None:
+            return found
+    scores = p_tokens(view)
+    scores *= batch_size(view) + ONE
+    return scores
 
 
 @ROUTE_POLICIES.register(

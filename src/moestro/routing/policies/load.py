@@ -70,12 +70,14 @@ class PowerOfTwo(Stateless):
         rows = routable[[first, second]]
         load = batch_size(view)[rows]
         better = int(load[1] < load[0])
-        return Choice(int(rows[better]), float(load[better]), f"{load[better]} in flight, against {load[1 - better]}")
+        return Choice(
+            int(rows[better]), float(load[better]), f"{load[better]:.0f} in flight, against {load[1 - better]:.0f}"
+        )
 
 
 def least_loaded_score(view: RouteView) -> Scores:
     """Return the requests on each engine, float64[n]: join the shortest queue."""
-    return batch_size(view).astype(np.float64)
+    return batch_size(view)
 
 
 @ROUTE_POLICIES.register(
@@ -207,7 +209,7 @@ class BoundedHash(Stateless):
         scores = 1 - rank / 2.0**64
         first = lowest(scores, routable, draws)
         engine = first if load[first] < bound else lowest(scores, routable & (load < bound), draws)
-        words = "its key's engine" if engine == first else f"its key's engine {first} has {load[first]} of {bound}"
+        words = "its key's engine" if engine == first else f"its key's engine {first} has {load[first]:.0f} of {bound}"
         return Choice(engine, float(scores[engine]), words, scores)
 
 

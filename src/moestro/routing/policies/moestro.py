@@ -23,15 +23,13 @@ full hit on an engine with an empty queue costs nothing, whatever its batch.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 
 from moestro.core.rng import Draws
-from moestro.core.views import ALONE, column_sum
+from moestro.core.views import ALONE, all_true
+from moestro.routing.kernel.passes import route_kernel
 from moestro.routing.policy_contract import (
     Choice,
     Ended,
@@ -44,16 +42,18 @@ from moestro.routing.policy_contract import (
 )
 from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.scoring import (
-    FEW_ENGINES,
+    ONE,
     Counts,
     Mask,
     Scores,
+    any_fresh,
     choose,
     expert_pressure,
     foreign_prefill_tokens,
     fresh,
     new_tokens,
     own_prefill_tokens,
+    total,
 )
 
 _RESCALE_AT = 1e12  # far below the largest float, so that sums keep their precision
@@ -125,81 +125,59 @@ class Moestro:
 
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """Choose the lowest score."""
-        engines = view.engines
-        is_plain = len(engines) <= FEW_ENGINES and engines.group is None and not any(engines.num_foreign.tolist())
-        scores = self.scores_of_few(view) if is_plain else self.scores(view)
-        return choose(view, scores, draws, "delay in prompt tokens")
+        return choose(view, self.scores(view), draws, "delay in prompt tokens")
 
     def scores(self, view: RouteView) -> Scores:
         """Return the score of each engine, float64[n]."""
-        engines = view.engines
+        kernel, engines, constants = route_kernel(), view.engines, self._constants
+        if kernel is not None and engines.group is None:
+            answer = self._answer_tokens.value or constants.first_answer_tokens
+            weights = constants.decode_weight, constants.least_weight, self._per_work(len(engines))
+            scores = kernel.delays(
+                engines,
+                (view.hit_tokens, view.host_tokens, self._work),
+                (view.request.num_known_tokens, answer, *weights),
+                view.now_ns - view.fresh_ns,
+            )
+            if scores is not None:
+                return scores
+        return self._plain_scores(view)
+
+    def _plain_scores(self, view: RouteView) -> Scores:
+        """Return `scores` by NumPy's code, to the bit."""
+        engines, constants = view.engines, self._constants
         load, waiting = engines.num_in_flight, engines.num_prefilling
-        num_waiting = column_sum(waiting)
-        constants = self._constants
-        weight = max(constants.least_weight, (column_sum(load) - num_waiting + 1) / (num_waiting + 1))
-        batch: Scores = load + self._recent_share(view)
+        num_waiting = total(waiting)
+        weight = max(constants.least_weight, (total(load) - num_waiting + 1) / (num_waiting + 1))
+        batch = self._recent_share(view)
+        batch += load
         queued = own_prefill_tokens(view)
         if np.count_nonzero(engines.num_foreign):
             batch, queued = self._with_others(view, batch, queued)
-        new = np.maximum(new_tokens(view), 1)
+        new = new_tokens(view)
+        np.maximum(new, ONE, out=new)
         answer = self._answer_tokens.value or constants.first_answer_tokens
         missing = _missing_tokens(view, new, answer)
         computed = queued + new if missing is None else queued + missing + new
-        ahead = computed if view.host_tokens is None else computed + view.host_tokens * engines.copy_price
-        prompts, decodes = weight * (ahead + new * waiting), new * (batch - waiting)
-        answers = constants.decode_weight * answer * batch
+        # In place from here: memory that is new takes as long as the sum that fills it.
+        scores: Scores = new * waiting
+        scores += computed if view.host_tokens is None else computed + view.host_tokens * engines.copy_price
+        scores *= weight
+        decodes = batch - waiting
+        decodes *= new
+        answers = batch * (constants.decode_weight * answer)
         if engines.group is not None:
             steps = _GroupSteps(engines.group, queued, waiting, batch)
             decodes = np.where(steps.is_grouped, steps.decode_delay(computed, new), decodes)
             answers = np.where(steps.is_grouped, steps.answers(answer), answers)
-        delays = prompts + decodes
+        scores += decodes
         if engines.has_speeds:
-            delays, answers = delays / engines.speed, answers / engines.decode_speed
-        scores: Scores = delays + answers
-        if np.count_nonzero(fresh(view, engines.expert_pressure)):
+            scores /= engines.speed
+            answers /= engines.decode_speed
+        scores += answers
+        if any_fresh(view, engines.expert_pressure):
             scores *= expert_pressure(view)
         return scores
-
-    def scores_of_few(self, view: RouteView) -> Scores:
-        """Return `scores` to the bit, for few engines without groups and foreign requests, in less time."""
-        engines, constants, oldest_ns = view.engines, self._constants, view.now_ns - view.fresh_ns
-        load, waiting = engines.num_in_flight.tolist(), engines.num_prefilling.tolist()
-        num_waiting = sum(waiting)
-        weight = max(constants.least_weight, (sum(load) - num_waiting + 1) / (num_waiting + 1))
-        answer = self._answer_tokens.value or constants.first_answer_tokens
-        num_known, decode_weight = view.request.num_known_tokens, constants.decode_weight * answer
-        # What is missing counts as 0 or 1, which changes no bit of a sum or a product.
-        free: Iterable[float] = repeat(math.inf)
-        pressures: Iterable[float] = repeat(1.0)
-        copied = repeat(0.0) if view.host_tokens is None else (view.host_tokens * engines.copy_price).tolist()
-        speeds = engines.speed.tolist() if engines.has_speeds else repeat(1.0)
-        decode_speeds = engines.decode_speed.tolist() if engines.has_speeds else repeat(1.0)
-        times = engines.kv_usage.as_of_ns.tolist()
-        if max(times) >= oldest_ns:
-            used = zip(times, engines.kv_usage.values.tolist(), engines.num_kv_tokens.tolist(), strict=True)
-            free = [(1 - usage) * capacity if time >= oldest_ns else math.inf for time, usage, capacity in used]
-        if max(engines.expert_pressure.as_of_ns.tolist()) >= oldest_ns:
-            pressures = expert_pressure(view).tolist()
-        work = self._work.tolist() + [0.0] * (len(load) - len(self._work))
-        per_work = len(load) / self._work_in_all if self._work_in_all > 0 else 1.0
-        columns = (
-            load,
-            waiting,
-            work,
-            engines.prefill_tokens.tolist(),
-            engines.reported_prefill_tokens.tolist(),
-            view.hit_tokens.tolist(),
-        )
-        scores = []
-        for num, waits, done, own, reported, hit, room, copies, speed, decode_speed, pressure in zip(
-            *columns, free, copied, speeds, decode_speeds, pressures, strict=False
-        ):
-            new, batch = max(num_known - hit, 1), num + done * per_work
-            missing = new + answer - room
-            ahead = (own if own < reported else reported) + (missing if missing > 0 else 0.0) + new + copies
-            delay = weight * (ahead + new * waits) + new * (batch - waits)
-            scores.append((delay / speed + decode_weight * batch / decode_speed) * pressure)
-        return np.array(scores, np.float64)
 
     def observe(self, event: RouteEvent) -> None:
         """Count the work of routed requests, and the lengths and durations of answers."""
@@ -221,12 +199,15 @@ class Moestro:
                 pass
 
     def _recent_share(self, view: RouteView) -> Scores:
-        """Return recent work over its mean, float64[n]; 0 without any."""
+        """Return recent work over its mean, float64[n], which the caller may change; 0 without any."""
         work, num_engines = self._work, len(view.engines)
         if len(work) < num_engines:
             work = np.concatenate([work, np.zeros(num_engines - len(work))])
-        share: Scores = work * (num_engines / self._work_in_all) if self._work_in_all > 0 else work
+        share: Scores = work * self._per_work(num_engines)
         return share
+
+    def _per_work(self, num_engines: int) -> float:
+        return num_engines / self._work_in_all if self._work_in_all > 0 else 1.0
 
     def _count_work(self, engine: int, tokens: float) -> None:
         if engine >= len(self._work):
@@ -274,15 +255,14 @@ def _excess(others: Scores | Counts, since: Scores, routable: Mask) -> Scores:
     return np.maximum(others - least - since, 0.0)
 
 
-def _missing_tokens(view: RouteView, new: Counts, answer: float) -> Scores | None:
+def _missing_tokens(view: RouteView, new: Scores, answer: float) -> Scores | None:
     """Return the tokens for which each engine has no free KV block, 0 for an unknown KV use; None means 0 for all."""
     figure, capacity = view.engines.kv_usage, view.engines.num_kv_tokens
-    known = fresh(view, figure)
-    num_known = np.count_nonzero(known)
-    if not num_known:
+    if not any_fresh(view, figure):
         return None
+    known = fresh(view, figure)
     missing = np.maximum(new + answer - (1 - figure.values) * capacity, 0.0)
-    return missing if num_known == len(known) else np.where(known, missing, 0.0)
+    return missing if all_true(known) else np.where(known, missing, 0.0)
 
 
 class _GroupSteps:
@@ -301,14 +281,14 @@ class _GroupSteps:
     Args:
         group: int64[n], number of each engine's group; ALONE for an engine without one.
         queued: float64[n], Q.
-        waiting: int64[n], requests without a first token.
+        waiting: float64[n], requests without a first token.
         batch: float64[n], B.
 
     Attributes:
         is_grouped: bool[n], whether the engine has a group.
     """
 
-    def __init__(self, group: Counts, queued: Scores, waiting: Counts, batch: Scores) -> None:
+    def __init__(self, group: Counts, queued: Scores, waiting: Scores, batch: Scores) -> None:
         self.is_grouped = group != ALONE
         rows = np.flatnonzero(self.is_grouped)
         of_row, num_groups = group[rows], int(group.max()) + 1

@@ -68,11 +68,13 @@ class Aibrix(Stateless):
         good = routable & (view.hit_tokens > 0) & (load <= bound)
         if not good.any():
             return choose(view, load, draws, "no hit on an engine of usual load; smallest batch")
-        # More hits first, then fewer requests, in one integer; correct while every batch is below the factor.
+        # More hits first, then fewer requests, in one number; correct while every batch is below the factor.
         order = -view.hit_tokens * (1 << 20) + load
         choice = choose(view, order, draws, "", good)
         hit = int(view.hit_tokens[choice.engine])
-        return Choice(choice.engine, float(-hit), f"most hits, {hit} tokens, with {load[choice.engine]} in the batch")
+        return Choice(
+            choice.engine, float(-hit), f"most hits, {hit} tokens, with {load[choice.engine]:.0f} in the batch"
+        )
 
 
 @ROUTE_POLICIES.register(

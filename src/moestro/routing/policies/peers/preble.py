@@ -108,7 +108,7 @@ class Preble(PredictsTtft):
     def decide(self, view: RouteView, draws: Draws) -> Choice:
         """Exploit the longest cached prefix if it is longer than the rest, otherwise take the lowest cost."""
         routable, hits = view.engines.routable, view.hit_tokens
-        prefill_ns = self.prefill_ns(new_tokens(view).astype(np.float64))
+        prefill_ns = self.prefill_ns(new_tokens(view))
         load_ns = self._load_ns(view)
         cost_ns = load_ns + self._eviction_ns(view) + prefill_ns
         best = int(hits.max(where=routable, initial=0))
