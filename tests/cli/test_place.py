@@ -143,7 +143,7 @@ def test_tensorrt_llm_takes_files_of_other_groups(tmp_path, policy, dead):
 def test_layers_for_multi_token_prediction_get_rows_for_tensorrt_llm(tmp_path, policy, capsys):
     path = tmp_path / "moe.yaml"
     arguments = [DUMPS / "stat.pt", "--devices", 6, "--slots-per-device", 3, "--policy", f"{policy}heaviest_first"]
-    assert place(*arguments, "--mtp-layers", 2) == 1
+    assert place(*arguments, "--mtp-layers", 2) == 2
     assert "give that too" in capsys.readouterr().err
     assert place(*arguments, "--tensorrt-llm", path) == 0
     assert "with multi-token prediction it needs rows of --mtp-layers" in " ".join(capsys.readouterr().out.split())
