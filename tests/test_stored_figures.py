@@ -474,3 +474,22 @@ def test_readme_is_short():
     assert len(lines) <= 150
     bullets = [line for line in lines if line.startswith("* ")]
     assert [line for line in bullets if len(line.split()) > 40] == []
+
+
+def test_sentences_about_policies_before_vllm_under_load() -> None:
+    """docs/route.md says who is ahead of round robin in all rounds, and how far the simulation is from the servers."""
+    by_share = stored("routing/vllm_loads.json")["by_share"]
+    over = {
+        share: {policy: each["ttft_mean_ms_over_round_robin"] for policy, each in found["measured"].items()}
+        for share, found in by_share.items()
+    }
+    assert {policy for policy, ratio in over["1"].items() if ratio["max"] < 1} == {"moestro", "cache_aware"}
+    assert over["1"]["lmetric"]["median"] < 1
+    assert all(ratio["min"] <= 1 <= ratio["max"] for ratio in over["0.5"].values())
+    for share, found in by_share.items():
+        for policy, measured in found["measured"].items():
+            simulated = found["simulated"][policy]
+            medians = [(each["hit_ratio"]["median"], each["ttft_mean_ms"]["median"]) for each in (simulated, measured)]
+            assert abs(medians[0][0] - medians[1][0]) <= 0.06
+            ratio = medians[0][1] / medians[1][1]
+            assert 0.4 < ratio < 0.6 if share == "0.5" else ratio < 0.36

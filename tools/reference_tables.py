@@ -36,6 +36,7 @@ from lmetric_tables import ages_table, capacities_table, latencies_table, worse_
 from metric_tables import kv_event_metrics, own_metrics, route_metrics, shadow_metrics, shared_metrics
 from mutants import stored_table
 from repro_tables import amoe_throughputs, claims_of_paper, setup_of_paper
+from routing_tables import loads_table
 from scope_tables import refused_fields, vllm_flags
 from stored_results import results_table
 
@@ -102,6 +103,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "accuracy of systems": summary_table,
     "accuracy of predictions": accuracy_table,
     "estimates of calibrate": estimates_table,
+    "policies before vLLM": loads_table,
     "stored results": results_table,
 }
 

@@ -1,0 +1,37 @@
+"""Tables of docs/route.md from the stored results of real vLLM servers behind the router."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+RESULTS = Path(__file__).parents[1] / "bench" / "results" / "routing"
+_TTFT_RATIO = "ttft_mean_ms_over_round_robin"
+
+
+def _spread(found: dict[str, float]) -> str:
+    return f"{found['median']:.2f} ({found['min']:.2f} to {found['max']:.2f})"
+
+
+def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
+
+
+def loads_table() -> str:
+    """Mean TTFT over round robin's by share of the capacity, measured and simulated, and the measured hit ratios."""
+    by_share = json.loads((RESULTS / "vllm_loads.json").read_text())["by_share"]
+    shares = [f"{float(share):.0%}" for share in by_share]
+    columns = ["policy", *(f"{share}: {kind}" for share in shares for kind in ("measured", "simulated", "hit ratio"))]
+    rows = []
+    for policy in next(iter(by_share.values()))["measured"]:
+        cells = []
+        for found in by_share.values():
+            measured, simulated = (found[kind][policy] for kind in ("measured", "simulated"))
+            cells += [_spread(measured[_TTFT_RATIO]), f"{simulated[_TTFT_RATIO]['median']:.2f}"]
+            cells += [f"{measured['hit_ratio']['median']:.2f}"]
+        rows.append([f"`{policy}`", *cells])
+    equal = [
+        f"{found['pairs_in_equal_order']} at {share}" for share, found in zip(shares, by_share.values(), strict=True)
+    ]
+    found = _table(columns, rows)
+    return "\n".join([*found, "", f"Pairs of policies whose simulated order is the measured one: {', '.join(equal)}."])
