@@ -120,6 +120,7 @@ async def test_bookmarks_keep_a_watch_young_enough(tmp_path):
         num_lists = len(kubernetes.lists)
         await kubernetes.break_watches()
         await it.until(lambda: len(kubernetes.watches) >= 2)
+        assert kubernetes.watches[1] >= kubernetes.watches[0] + 5, "the watch goes on from the bookmark"
         await asyncio.sleep(0.3)
         assert len(kubernetes.lists) == num_lists
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moestro.core.hashing import name_key
@@ -143,8 +143,19 @@ STEPS = st.lists(
 )
 
 
+# Requests age between two looks at a queue that nothing enters or leaves.
+AGEING = [("enter", 1000, 0), ("enter", 10, 0), ("next", 0, 0), ("wait", 150, 0), ("next", 0, 1)]
+# A user's request is sent twice, another user's longer one once; then both wait again.
+SENT_TWICE = [
+    ("enter", 99, 4), ("enter", 149, 8), ("next", 0, 3), ("give_back", 0, 0), ("next", 0, 3), ("next", 0, 3),
+    *[("enter", 9, traits) for traits in (4, 8, 4, 8)], *[("next", 0, 3)] * 4,
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("text", POLICIES)
 @given(steps=STEPS)
+@example(steps=AGEING)
+@example(steps=SENT_TWICE)
 def test_law_the_queue_is_a_list_in_the_policys_order(text, steps):
     history = History(ORDER_POLICIES.make(text), ORDER_POLICIES.make(text))
     num_entered = 0
