@@ -412,9 +412,10 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "took {} of a core": lambda: [f"{stored('routing/picker_overhead.json')['idle']['cores']:.3f}"],
     },
     "architecture.md": {
-        "`moestro` with 4,096 engines, which takes {} µs": lambda: decisions(has_kv_events=False, policy="moestro")[1:],
-        "of `lmetric` takes {} and {} µs with 16 and 4,096": partial(decisions, has_kv_events=False),
-        "With an index that KV events fill it takes {} and {} µs": partial(decisions, has_kv_events=True),
+        "A decision of `lmetric` takes {} and {} µs": partial(decisions, has_kv_events=False),
+        "one of `moestro` {} and {}.": partial(decisions, has_kv_events=False, policy="moestro"),
+        "fill, `lmetric` takes {} and {} µs": partial(decisions, has_kv_events=True),
+        "and `moestro` {} and {}.": partial(decisions, has_kv_events=True, policy="moestro"),
         "with up to 8 sequences ({} and {} µs)": lambda: loops("awake")[:2],
         "With 32 and 256 a step takes {} and {} µs": lambda: loops("awake")[2:],
         "1 to 256 sequences take {} to {} µs": lambda: loops("asleep")[::3],

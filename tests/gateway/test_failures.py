@@ -220,7 +220,7 @@ async def test_a_connect_limit_that_takes_effect_late_is_not_held_against_the_en
         monkeypatch.setattr(pool, "_connect", interrupted)
         assert (await pool.connect()).is_open
         lateness.append(0.0)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=r"no connection within 0\.1 s"):  # the client reads this sentence
             await pool.connect()
 
 

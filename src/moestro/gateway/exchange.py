@@ -397,7 +397,7 @@ class Exchange:
             connection = await engine.pool.connect()
         except OSError as error:
             self._task = None
-            self._lose(engine, f"cannot connect: {error or 'timed out'}", time.monotonic_ns(), was_sent=False)
+            self._lose(engine, f"cannot connect: {error}", time.monotonic_ns(), was_sent=False)
             return
         self._task = None
         if connection.is_open:

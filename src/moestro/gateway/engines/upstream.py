@@ -101,7 +101,7 @@ class Pool:
                 return await self._connect()
             except TimeoutError:
                 if time.monotonic() - begun_s < self._connect_s + _LATE_S:
-                    raise
+                    raise TimeoutError(f"no connection within {self._connect_s:g} s") from None
                 # The timeout fired late, so this process was stopped and the engine had no time to accept.
 
     async def _connect(self) -> EngineConnection:
