@@ -218,6 +218,14 @@ def decisions(*, has_kv_events: bool, policy: str = "lmetric") -> list[str]:
     return [f"{row['submit_us']['median']:.0f}" for row in taken if row["engines"] != 256]
 
 
+def replay_ratios() -> list[str]:
+    """CPU-seconds of Dynamo's replay over ours: 16 engines under two policies, and one engine."""
+    found = stored("simulator/sim_speed.json")["dynamo's CPU-seconds over ours"]
+    trace = "Mooncake conversation, 16 engines"
+    ratios = [found[f"{trace}, round_robin"], found[f"{trace}, dynamo"]]
+    return [*(f"{ratio:.1f}" for ratio in ratios), f"{found['one engine, 1024/256']:.2f}"]
+
+
 def plan_ms(case: str) -> list[str]:
     """Milliseconds of a plan by the kernel, by NumPy and by vLLM's function."""
     taken = {
@@ -419,6 +427,9 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "with up to 8 sequences ({} and {} µs)": lambda: loops("awake")[:2],
         "With 32 and 256 a step takes {} and {} µs": lambda: loops("awake")[2:],
         "1 to 256 sequences take {} to {} µs": lambda: loops("asleep")[::3],
+    },
+    "simulator.md": {
+        "So Dynamo takes {} and {} times our time with 16 engines, and {} with one": replay_ratios,
     },
     "route.md": {
         "| `round_robin` | {} | {} | 1 |": lambda: vllm_pair("round_robin")[:2],
