@@ -8,7 +8,7 @@ import psutil
 import pytest
 from support.freed_memory import GROWTH_BYTES, FreedMemory
 
-BLOCK_BYTES = 64 << 10  # too small for a mapping of its own
+BLOCK_BYTES = 64 << 10  # so small that glibc takes it from the heap
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's function")

@@ -57,10 +57,10 @@ def server(command: str, model: Path, log: Path) -> contextlib.AbstractContextMa
 def empty_caches() -> None:
     """Empty the caches of all ranks. A request follows each, because vLLM reports the change with its next step."""
     body = json.dumps({"model": "m", "prompt": "x", "max_tokens": 1}).encode()
-    asked = [("/reset_prefix_cache", b"", {})]
-    asked += [("/v1/completions", body, {"X-data-parallel-rank": str(rank)}) for rank in range(NUM_RANKS)]
-    for path, content, rank in asked:
-        request = urllib.request.Request(VLLM_URL + path, content, {"Content-Type": "application/json", **rank})
+    requests = [("/reset_prefix_cache", b"", {})]
+    requests += [("/v1/completions", body, {"X-data-parallel-rank": str(rank)}) for rank in range(NUM_RANKS)]
+    for path, content, headers in requests:
+        request = urllib.request.Request(VLLM_URL + path, content, {"Content-Type": "application/json", **headers})
         with urllib.request.urlopen(request, timeout=30) as answer:
             answer.read()
 

@@ -1,4 +1,4 @@
-"""The command of a vLLM server on the CPU, from a virtual environment of its own."""
+"""The command of a vLLM server on the CPU, which is installed in another virtual environment."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from support.routers import request, router, table, view
+from support.routers import drawn_table, request, router, table, view
 
 from moestro.core.rng import Draws
 from moestro.core.views import EngineTable
@@ -32,24 +32,9 @@ def kernel():
 
 
 def drawn(rng: random.Random, num: int) -> EngineTable:
-    load = [rng.randrange(9) for _ in range(num)]
-    columns = {
-        "num_in_flight": load,
-        "num_prefilling": [rng.randrange(each + 1) for each in load],
-        "prefill_tokens": [rng.randrange(9999) for _ in load],
-        "reported_prefill_tokens": [rng.choice([np.inf, rng.randrange(9999)]) for _ in load],
-        "num_kv_tokens": [rng.choice([1 << 50, rng.randrange(9000)]) for _ in load],
-        "speed": [rng.uniform(0.2, 3) for _ in load],
-        "decode_speed": [rng.uniform(0.2, 3) for _ in load],
-        "routable": [True] * num if rng.random() < 0.5 else [row == 0 or rng.random() < 0.7 for row in range(num)],
-    }
-    if rng.random() < 0.5:
-        columns["kv_usage"] = [rng.choice([None, rng.random()]) for _ in load]
-    if rng.random() < 0.5:
-        columns["expert_pressure"] = [rng.choice([None, 2 * rng.random()]) for _ in load]
-    if rng.random() < 0.2:
-        columns["num_foreign"] = [rng.randrange(3) for _ in load]
-    return table(as_of_ns=rng.choice([0, 10**9]), **columns)
+    routable = [True] * num if rng.random() < 0.5 else [row == 0 or rng.random() < 0.7 for row in range(num)]
+    foreign = {"num_foreign": [rng.randrange(3) for _ in range(num)]} if rng.random() < 0.2 else {}
+    return drawn_table(rng, num, routable=routable, **foreign)
 
 
 @pytest.mark.parametrize("num", SIZES)

@@ -78,7 +78,7 @@ class Listener:
 
 
 def draw_signals(rng: np.random.Generator) -> SignalSettings:
-    """Each figure by a way of its own, with a delay of up to a few steps; or no figure and no event at all."""
+    """Return settings in which each figure has its own channel and a delay of up to a few steps, or nothing is sent."""
     if rng.random() < 0.4:
         return SignalSettings(response_delay_ms=float(rng.choice([0, 5])))
     channels = tuple(

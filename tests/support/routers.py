@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 
 from moestro.core.hashing import hash_blocks, hash_key
@@ -48,6 +50,30 @@ def table(num_engines: int | None = None, as_of_ns: int = 0, **columns) -> Engin
         else:
             fields[name] = np.array(values, np.int64 if fields[name] is None else fields[name].dtype)
     return EngineTable(**fields)
+
+
+def drawn_table(rng: random.Random, num_engines: int, **more) -> EngineTable:
+    """Engines with some of the figures, for some rows too old or missing, and with the columns of `more`."""
+
+    def drawn(low, high):
+        return [rng.uniform(low, high) for _ in range(num_engines)]
+
+    load = [rng.randrange(20) for _ in range(num_engines)]
+    columns = {
+        "num_in_flight": load,
+        "num_prefilling": [rng.randrange(each + 1) for each in load],
+        "prefill_tokens": [rng.randrange(9999) for _ in load],
+        "reported_prefill_tokens": [rng.choice([np.inf, rng.randrange(9999)]) for _ in load],
+        "num_kv_tokens": [rng.choice([1 << 50, rng.randrange(9000)]) for _ in load],
+        "copy_price": drawn(0, 1),
+    }
+    if rng.random() < 0.5:
+        columns |= {"speed": drawn(0.2, 3), "decode_speed": drawn(0.2, 3)}
+    if rng.random() < 0.5:
+        columns["kv_usage"] = [rng.choice([None, rng.random()]) for _ in load]
+    if rng.random() < 0.5:
+        columns["expert_pressure"] = [rng.choice([None, 2 * rng.random()]) for _ in load]
+    return table(as_of_ns=rng.choice([0, 10**9]), **columns, **more)
 
 
 def view(engines: EngineTable, hit_tokens=None, req=None, now_ns=0, decision_id=0, host_tokens=None) -> RouteView:

@@ -23,7 +23,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has rules of its own")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these thresholds")
 def test_memory_of_bodies_is_kept_for_the_next_one():
     counts = []
     for program in (PROGRAM, PROGRAM.replace("\nkeep_freed_memory()", "")):

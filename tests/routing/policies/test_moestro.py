@@ -2,7 +2,7 @@ import random
 
 import numpy as np
 import pytest
-from support.routers import decide, request, router, table, view
+from support.routers import decide, drawn_table, request, router, table, view
 
 from moestro.core.load_figures import LoadFigures
 from moestro.core.rng import Draws
@@ -207,30 +207,6 @@ def test_an_engine_that_is_not_routable_is_no_measure_of_other_routers_load():
     alone = decide(taught(), table(**own), req=OF_1000).scores
     scores = decide(taught(), known, req=OF_1000).scores
     assert (scores - alone)[:2].tolist() == pytest.approx([10 * (1000 + 200), 0])
-
-
-def drawn_table(rng: random.Random, num_engines: int):
-    """Engines with some of the figures, for some rows too old or missing."""
-
-    def drawn(low, high):
-        return [rng.uniform(low, high) for _ in range(num_engines)]
-
-    load = [rng.randrange(20) for _ in range(num_engines)]
-    columns = {
-        "num_in_flight": load,
-        "num_prefilling": [rng.randrange(each + 1) for each in load],
-        "prefill_tokens": [rng.randrange(9999) for _ in load],
-        "reported_prefill_tokens": [rng.choice([np.inf, rng.randrange(9999)]) for _ in load],
-        "num_kv_tokens": [rng.choice([1 << 50, rng.randrange(9000)]) for _ in load],
-        "copy_price": drawn(0, 1),
-    }
-    if rng.random() < 0.5:
-        columns |= {"speed": drawn(0.2, 3), "decode_speed": drawn(0.2, 3)}
-    if rng.random() < 0.5:
-        columns["kv_usage"] = [rng.choice([None, rng.random()]) for _ in load]
-    if rng.random() < 0.5:
-        columns["expert_pressure"] = [rng.choice([None, 2 * rng.random()]) for _ in load]
-    return table(as_of_ns=rng.choice([0, 1000 * MS]), **columns)
 
 
 def plain_scores(policy: Moestro, seen: RouteView) -> list[float]:
