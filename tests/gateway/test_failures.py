@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import time
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from gateway.rig import FakeEngine, Received, Rig, Wire, looped, rig, say_ok
 
 from moestro.config.user_files import accept_user_code
 from moestro.gateway.engines.health_checks import Watch
-from moestro.gateway.engines.upstream import _LATE_S
+from moestro.gateway.engines.upstream import _LATE_S, Address, Pool
 
 accept_user_code()
 
@@ -221,6 +223,43 @@ async def test_a_connect_limit_that_takes_effect_late_is_not_held_against_the_en
         assert (await pool.connect()).is_open
         lateness.append(0.0)
         with pytest.raises(TimeoutError, match=r"no connection within 0\.1 s"):  # the client reads this sentence
+            await pool.connect()
+
+
+class Unread:
+    """Receives an answer that no one looks at."""
+
+    def head(self, head, length): ...
+    def body(self, data, *, is_last): ...
+    def done(self): ...
+    def broken(self, cause): ...
+
+
+@looped
+async def test_an_engine_that_answers_others_may_take_longer_to_accept():
+    """Its queue of connections is full: the kernel drops what would begin another one."""
+    loop = asyncio.get_running_loop()
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        listening.setblocking(False)
+        pool = Pool(Address(*listening.getsockname()), connect_s=0.2)
+        stack.callback(pool.close)
+        answered = await pool.connect()
+        served = stack.enter_context((await loop.sock_accept(listening))[0])
+        answered.send(b"GET / HTTP/1.1\r\nHost: e\r\n\r\n", b"", Unread(), is_bodiless=False)
+        await loop.sock_sendall(served, b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        stack.enter_context(socket.create_connection(listening.getsockname()))  # fills the queue
+        connecting = asyncio.create_task(pool.connect())
+        for _ in range(12):
+            await loop.sock_sendall(served, b"1\r\na\r\n")
+            await asyncio.sleep(0.05)
+        assert not connecting.done()  # 0.6 s
+        stack.enter_context((await loop.sock_accept(listening))[0])
+        while not connecting.done():
+            await loop.sock_sendall(served, b"1\r\na\r\n")
+            await asyncio.sleep(0.05)
+        assert connecting.result().is_open
+        with pytest.raises(TimeoutError, match=r"no connection within 0\.2 s"):  # nor does it answer anyone now
             await pool.connect()
 
 

@@ -24,7 +24,7 @@ def engines(real_command, tmp_path) -> Iterator[list[Running]]:
         made = []
         for name in "abc":
             (tmp_path / name).mkdir()
-            made.append(Running((*real_command, "--shutdown-timeout", "1"), tmp_path / name))
+            made.append(Running((*real_command, "--shutdown-timeout", "0"), tmp_path / name))
             stack.callback(made[-1].kill)
         yield made
 

@@ -20,6 +20,7 @@ _HIGH_WATER_BYTES = 1 << 20  # a request's body is written at once; this only se
 _MAX_IDLE = 256  # idle connections kept
 _MAX_IDLE_S = 60.0
 _LATE_S = 1.0  # a timeout that fires this much too late means that this process was stopped
+_MAX_SLOW_CONNECTS = 5  # times that an engine may take too long to accept while it answers others
 _MAX_KNOWN = 16  # cached heads per engine; heads contain a date and change every second
 _BODILESS = frozenset({204, 304})
 _FIRST_STATUS, _FIRST_FINAL_STATUS, _LAST_STATUS = 100, 200, 599  # RFC 9110, 15
@@ -92,17 +93,22 @@ class Pool:
     async def connect(self) -> EngineConnection:
         """Return a new connection.
 
+        An engine that sends other answers meanwhile is overloaded, not gone: it gets more time to accept.
+
         Raises:
             OSError: The connection cannot be made; the subclass TimeoutError means that it took too long.
         """
+        num_slow = 0
         while True:
-            begun_s = time.monotonic()
+            begun_ns = time.monotonic_ns()
             try:
                 return await self._connect()
             except TimeoutError:
-                if time.monotonic() - begun_s < self._connect_s + _LATE_S:
-                    raise TimeoutError(f"no connection within {self._connect_s:g} s") from None
-                # The timeout fired late, so this process was stopped and the engine had no time to accept.
+                if (time.monotonic_ns() - begun_ns) * 1e-9 >= self._connect_s + _LATE_S:
+                    continue  # The timeout fired late: this process was stopped, and the engine had no time to accept.
+                num_slow += 1
+                if self.arrived_ns < begun_ns or num_slow == _MAX_SLOW_CONNECTS:
+                    raise TimeoutError(f"no connection within {num_slow * self._connect_s:g} s") from None
 
     async def _connect(self) -> EngineConnection:
         address, connection = self._address, EngineConnection(self)
