@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from support.browser import chromium, needs_chromium
 from support.running import PATIENCE_S, Running, complete, free_port, metrics
 
 NUM_BLOCKS = 40
@@ -57,6 +58,18 @@ def test_the_metrics_of_offloading_have_the_names_of_vllm(tiered):
     sources = {name: value for name, value in metrics(tiered).items() if "vllm:prompt_tokens_by_source_total" in name}
     assert next(value for name, value in sources.items() if "external_kv_transfer" in name) >= 64
     assert figure(tiered, "moestro:kv_copies_failed_total") == 0
+
+
+@needs_chromium
+def test_the_page_shows_hits_from_host_memory(tiered):
+    with chromium() as browser:
+        page = browser.new_page()
+        page.goto(f"{tiered.url}#engines")
+        hits = page.locator(".tile").filter(has_text="Prefix hits")
+        hits.filter(has_text="of tokens in a minute").wait_for()
+        for prompt in (PROMPT, *OTHERS, PROMPT):
+            ask(tiered, prompt)
+        hits.filter(has_text="from host memory").wait_for()
 
 
 def test_a_salted_prompt_sees_its_own_blocks_alone(tiered):
