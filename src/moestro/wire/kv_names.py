@@ -276,8 +276,10 @@ class NamedBlocks:
         block.tiers = tiers
         for name in block.names if num_keys or num_off_device else ():
             was_hosted = self._is_hosted(name)
-            _count(self._num_keys, name, num_keys)
-            _count(self._num_off_device, name, num_off_device)
+            if num_keys:
+                _count(self._num_keys, name, num_keys)
+            if num_off_device:
+                _count(self._num_off_device, name, num_off_device)
             self.num_hosted += self._is_hosted(name) - was_hosted
 
     def _is_hosted(self, name: bytes) -> bool:
