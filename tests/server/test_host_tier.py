@@ -93,6 +93,29 @@ def test_a_tier_smaller_than_a_prompt_serves_what_it_has(real_command, tmp_path,
         small.kill()
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [
+        ("--mode", "preemptive"),
+        ("--mode", "ep", "--engines", "2", "--route-policy", "round_robin"),
+        ("--mode", "async", "--attention", "1", "--experts", "1"),
+    ],
+    ids=lambda mode: mode[1],
+)
+def test_every_mode_copies_evicted_prompts_back(real_command, tmp_path, server, mode):
+    spread = Running((*real_command, *SCARCE, *mode, "--kv-offloading-size", "0.05"), tmp_path)
+    num_copied = 0
+    try:
+        for prompt in (PROMPT, *OTHERS) * 2:
+            text, _, copied = ask(spread, prompt)
+            assert text == ask(server, prompt)[0]
+            num_copied += copied
+        assert num_copied >= 64
+        assert spread.stop() == 0
+    finally:
+        spread.kill()
+
+
 def test_a_host_without_the_memory_refuses_the_start(real_command, tmp_path):
     server = Running((*real_command, *SCARCE, "--kv-offloading-size", "999999"), tmp_path, wait=False)
     try:

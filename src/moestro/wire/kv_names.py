@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from moestro.core.hashing import ROOT, block_hash, hash_key
 from moestro.wire.kv_events import BlockKey, BlockRemoved, BlockStored, text_of
@@ -236,8 +237,11 @@ class NamedBlocks:
             elif held.name != block.name:
                 return self._give_up(_AMBIGUOUS)
             self._put(held, held.tiers | tier)
-            for name in held.names:
-                (hosted if self._is_hosted(name) else stored).append(name)
+            if is_on_device:
+                stored.append(held.name)
+            else:
+                for name in held.names:
+                    (hosted if self._is_hosted(name) else stored).append(name)
         self._counts.stored += len(stored) + len(hosted)
         return PlacedBlocks(b"".join(stored), b"".join(hosted))
 
@@ -258,7 +262,7 @@ class NamedBlocks:
                 del self._held[theirs]
                 self._num_held -= 1 + len(block.before)
                 self._left[theirs] = block
-            for name in block.names:
+            for name in block.names if block.before else (block.name,):
                 if name not in self._num_keys:
                     removed.append(name)
                 elif self._is_hosted(name):
@@ -274,12 +278,16 @@ class NamedBlocks:
         num_keys = bool(tiers) - bool(before)
         num_off_device = (tiers != 0 and not tiers & device) - (before != 0 and not before & device)
         block.tiers = tiers
-        for name in block.names if num_keys or num_off_device else ():
+        if not (num_off_device or self._num_off_device or block.before):  # an engine with one tier
+            if num := self._num_keys.get(block.name, 0) + num_keys:
+                self._num_keys[block.name] = num
+            else:
+                del self._num_keys[block.name]
+            return
+        for name in block.names:
             was_hosted = self._is_hosted(name)
-            if num_keys:
-                _count(self._num_keys, name, num_keys)
-            if num_off_device:
-                _count(self._num_off_device, name, num_off_device)
+            _count(self._num_keys, name, num_keys)
+            _count(self._num_off_device, name, num_off_device)
             self.num_hosted += self._is_hosted(name) - was_hosted
 
     def _is_hosted(self, name: bytes) -> bool:
@@ -375,12 +383,10 @@ class NamedBlocks:
                 self._leave_outside(event.block_hashes[at:])
                 break
             block = None if is_on_device else self._held.get(theirs) or self._left.get(theirs)
-            if block is None:
-                names = []
-                for begin in range(at * event.block_size, (at + 1) * event.block_size, size):
-                    name = block_hash(key, name, tokens[begin : begin + size])
-                    names.append(name)
-                block = _Block(name, key, 0, tuple(names[:-1]))
+            if block is None and event.block_size == size:
+                block = _Block(block_hash(key, name, tokens[at * size : (at + 1) * size]), key, 0)
+            elif block is None:
+                block = _chunk(key, name, tokens[at * event.block_size : (at + 1) * event.block_size], size)
             named.append((theirs, block))
             name, key, explained = block.name, block.key, own
         return named
@@ -403,6 +409,15 @@ class NamedBlocks:
         if missing:
             self._leave_out(NamingGap.ORPHANED, len(missing))
         return found
+
+
+def _chunk(key: bytes, name: bytes, tokens: NDArray[np.int32], block_size: int) -> _Block:
+    """Name the blocks of a chunk behind the block `name`."""
+    names = []
+    for begin in range(0, len(tokens), block_size):
+        name = block_hash(key, name, tokens[begin : begin + block_size])
+        names.append(name)
+    return _Block(name, key, 0, tuple(names[:-1]))
 
 
 def _texts(*texts: str | None) -> tuple[str, ...]:
