@@ -519,7 +519,7 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
             for result, load, runs, shares in (
                 ("step_groups", "chat", "", ("100%", "120%")),
                 ("step_groups", "tool_agent", "", ("75%", "120%")),
-                ("step_groups_agents", "coding_agent", "", ("50%",)),
+                ("step_groups_agents", "coding_agent", "", ("50%", "75%")),
                 ("step_groups_chat", "chat", "600 requests, ", ("75%", "100%", "120%")),
                 ("step_groups_long", "chat", "1,200 requests, ", ("55%", "65%")),
             )
