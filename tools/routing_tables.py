@@ -35,3 +35,51 @@ def loads_table() -> str:
     ]
     found = _table(columns, rows)
     return "\n".join([*found, "", f"Pairs of policies whose simulated order is the measured one: {', '.join(equal)}."])
+
+
+def queue_table() -> str:
+    """Latencies of both classes before overloaded vLLM servers, and the ratios to a router without a queue."""
+    stored = json.loads((RESULTS / "vllm_queue.json").read_text())
+    columns = [
+        "",
+        "TTFT of `ls`, mean and P99, s",
+        "over no queue",
+        "of `be`, mean and most, s",
+        "tokens/s over no queue",
+    ]
+    rows = []
+    for row, found in stored["rows"].items():
+        over = stored["over_no_queue"][row]
+        at = {name: f"{spread['median']:.2f}" for name, spread in found.items()}
+        rows.append(
+            [
+                row,
+                f"{at['urgent_ttft_mean_s']}, {at['urgent_ttft_p99_s']}",
+                _spread(over["urgent_ttft_mean_s"]),
+                f"{at['best_effort_ttft_mean_s']}, {at['best_effort_ttft_max_s']}",
+                _spread(over["tokens_per_s"]),
+            ]
+        )
+    return "\n".join(_table(columns, rows))
+
+
+def ranks_table() -> str:
+    """Times of routing policies over the ranks of one vLLM server, and of the server's own balancer."""
+    stored = json.loads((RESULTS / "vllm_ranks.json").read_text())
+    columns = [
+        "policy",
+        "mean TTFT, ms",
+        "over round robin",
+        "P99 TTFT over round robin",
+        "TPOT over round robin",
+        "hit ratio",
+    ]
+    rows = []
+    for policy, found in stored["policies"].items():
+        ratios = [
+            _spread(found[f"{name}_over_round_robin"]) for name in ("ttft_mean_ms", "ttft_p99_ms", "tpot_mean_ms")
+        ]
+        name = "vLLM's own balancer" if policy == "vllm" else f"`{policy}`"
+        hits = f"{found['hit_ratio']['median']:.2f}"
+        rows.append([name, f"{found['ttft_mean_ms']['median']:.0f}", *ratios, hits])
+    return "\n".join(_table(columns, rows))
