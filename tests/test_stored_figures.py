@@ -489,6 +489,13 @@ def test_readme_is_short():
     assert [line for line in bullets if len(line.split()) > 40] == []
 
 
+@pytest.mark.parametrize("policy", ["lmetric", "dynamo"])
+def test_ttft_of_api_agents_grows_at_90_percent_of_the_capacity_as_the_page_says(policy):
+    parts = lmetric().by_policy("api_agent", 0.9)[policy].batches["TTFT mean"]
+    assert list(parts[-4:]) == sorted(parts[-4:])
+    assert parts[-1] > 2 * parts[0]
+
+
 def test_sentences_about_policies_before_vllm_under_load() -> None:
     """docs/route.md says who is ahead of round robin in all rounds, and how far the simulation is from the servers."""
     by_share = stored("routing/vllm_loads.json")["by_share"]
@@ -498,6 +505,10 @@ def test_sentences_about_policies_before_vllm_under_load() -> None:
     }
     assert {policy for policy, ratio in over["1"].items() if ratio["max"] < 1} == {"moestro", "cache_aware"}
     assert over["1"]["lmetric"]["median"] < 1
+    assert {policy for policy, ratio in over["0.8"].items() if ratio["max"] < 1} == {"cache_aware", "vllm-0.27"}
+    at_80 = sorted(over["0.8"], key=lambda policy: over["0.8"][policy]["median"])
+    assert (at_80[0], at_80[-2:]) == ("cache_aware", ["moestro", "round_robin"])
+    assert by_share["0.8"]["pairs_in_equal_order"] == "5 of 10"
     assert all(ratio["min"] <= 1 <= ratio["max"] for ratio in over["0.5"].values())
     for share, found in by_share.items():
         for policy, measured in found["measured"].items():
