@@ -532,6 +532,32 @@ def qllm_shares() -> Rows:
     yield f"`iteration_priority` has {min(factors):.1f} to {max(factors):.1f} times the TTFT of `expert_level`"
 
 
+def gimbal_waits() -> Rows:
+    """P99 of TTFT of `vllm` at the paper's highest rate, by shape, and what changes on a healthy engine."""
+    runs = stored("repro/gimbal.json")["findings"]
+    waits: dict[str, list[float]] = defaultdict(list)
+    changes = []
+    base: dict[tuple, float] = {}
+    for cell in runs["cells"]:
+        key = cell["load"], cell["rate"], cell["seed"]
+        if cell["system"] == "vllm":
+            base[key] = cell["ttft_ms"]["mean"]
+            if cell["rate"] == pytest.approx(1.4):
+                waits[cell["load"]].append(cell["ttft_ms"]["p99"] / 1e3)
+        elif cell["load"].startswith("healthy_"):
+            changes.append((key, cell["ttft_ms"]["mean"]))
+    slow = [factor for name, factor in runs["levels"].items() if name.startswith("slow_")]
+    others = [each for name in waits if name.startswith("scarce_") and "central" not in name for each in waits[name]]
+    central = waits["scarce_central"]
+    yield f"one whose steps take {min(slow):.0f} to {max(slow):.0f} times as long (`slow`, by shape)"
+    yield f"{min(central):.1f} to {max(central):.1f} s there, and {min(others):.1f} to {max(others):.1f} s with"
+    low, same, high = sorted(waits["equal_random"])
+    assert same < 2 * low
+    yield f"(P99 of `vllm` {high:.1f} s, else {low:.1f} s)"
+    largest = max(abs(ttft / base[key] - 1) for key, ttft in changes)
+    yield f"on `healthy` no system changes TTFT by more than {100 * largest:.1f} %:"
+
+
 def preemption_with_equal_places() -> Rows:
     rows = {(row["rate"], row["system"]): row for row in stored("serving/preemption_640m.json")["summary"]}
 
@@ -560,7 +586,7 @@ TABLES: dict[str, tuple[Callable[[], Rows], ...]] = {
     "docs/policies.md": (session_pauses, unlike_engines, step_groups, overload),
     "docs/route.md": (router_costs, router_queue, several_routers),
     "docs/simulator.md": (simulator_speed, recorded_vllm, own_server, host_memory),
-    "docs/repro.md": (qllm_shares,),
+    "docs/repro.md": (qllm_shares, gimbal_waits),
     "docs/flow.md": (preemption_with_equal_places,),
 }  # fmt: skip
 
