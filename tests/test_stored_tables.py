@@ -140,6 +140,12 @@ def drift() -> Rows:
         yield f"| `{name}` | {of_rounds(row['balance'], 3)} | {of_rounds(row['priced_step_us'], 3)} | {moved} |"
 
 
+def drift_in_short() -> Rows:
+    eplb, ours = (stored("serving/drift.json")[name] for name in ("eplb", "moestro"))
+    moved, step = (ours[figure]["median"] / eplb[figure]["median"] for figure in ("moved_mb", "priced_step_us"))
+    yield f"moves {100 * moved:.0f} % of EPLB's bytes (*measured*), and its priced step is {100 * (1 - step):.0f} % shorter"
+
+
 def copies() -> Rows:
     for name, row in stored("serving/async_replicas.json")["summary"].items():
         gate, system = name.split(", ")
@@ -582,7 +588,7 @@ TABLES: dict[str, tuple[Callable[[], Rows], ...]] = {
         engines, async_measured, async_paced, migration, drift, copies, real_routing, next_windows, lasting,
     ),
     "docs/modes.md": (map_of_modes, gains_of_modes),
-    "docs/placement.md": (sources,),
+    "docs/placement.md": (sources, drift_in_short),
     "docs/policies.md": (session_pauses, unlike_engines, step_groups, overload),
     "docs/route.md": (router_costs, router_queue, several_routers),
     "docs/simulator.md": (simulator_speed, recorded_vllm, own_server, host_memory),
