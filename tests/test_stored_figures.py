@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
@@ -30,6 +32,7 @@ from moestro.repro.results import Reproduced
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 README = (ROOT / "README.md").read_text()
+JUDGED = ("ttft_mean_ms", "ttft_p99_ms", "tpot_mean_ms", "tokens_per_s")  # figures of simulated fleets, in this order
 KINDS = ("*measured*", "*paced*", "*simulated*")
 
 
@@ -366,6 +369,87 @@ def decode_stalls() -> list[str]:
     return [f"{each:.0%}"[:-1] for each in (at[ASYNC], at[REPLICAS], min(lock_step), max(lock_step))]
 
 
+def mean_of(result: str, figure: str, /, **cell: object) -> float:
+    """Mean of a figure over the rounds of a simulated result that belong to a cell."""
+    rounds = [row for row in stored(f"simulator/{result}.json")["rounds"] if cell.items() <= row.items()]
+    return statistics.mean(row[figure] for row in rounds)
+
+
+def change_of(result: str, figure: str, other: str, /, **cell: object) -> float:
+    """Change of a mean figure of `moestro` against that of another policy, in per cent."""
+    ours, theirs = (mean_of(result, figure, policy=policy, **cell) for policy in ("moestro", other))
+    return 100 * (ours / theirs - 1)
+
+
+def group_changes(result: str, load: str, share: str) -> list[str]:
+    """By figure, the changes against `moestro` without the group, `lmetric` and `least_loaded`."""
+    others = ("moestro, engines alone", "lmetric", "least_loaded")
+    cell = {"load": load, "share": share}
+    return [", ".join(f"{change_of(result, figure, other, **cell):+.0f}" for other in others) for figure in JUDGED]
+
+
+def unlike_changes(load: str, share: float, policy: str) -> list[str]:
+    """Changes by learned or configured speeds: of the mean TTFT also the least and the most of a seed."""
+    result = "unlike_engines_agents" if load == "coding_agent" else "unlike_engines"
+    cell, known = {"fleet": "8 slow, 4 fast", "load": load, "share": share}, {"policy": "moestro, not learnt"}
+    ratio = lambda figure, **seed: (  # noqa: E731
+        mean_of(result, figure, policy=policy, **cell, **seed) / mean_of(result, figure, **known, **cell, **seed)
+    )
+    by_seed = [100 * (ratio(JUDGED[0], seed=seed) - 1) for seed in range(5)]
+    mean, *others = (f"{100 * (ratio(figure) - 1):+.0f}" for figure in JUDGED)
+    return [mean, f"{min(by_seed):+.0f}", f"{max(by_seed):+.0f}", *others]
+
+
+def equal_changes() -> list[str]:
+    """The largest changes by learned speeds among equal engines, of the mean TTFT and of the other figures."""
+    cells = [
+        ("unlike_engines_agents" if load == "coding_agent" else "unlike_engines", load, share)
+        for load in ("chat", "tool_agent", "coding_agent")
+        for share in (0.75, 1.1)
+    ]
+    changes = [
+        [
+            abs(change_of(result, figure, "moestro, not learnt", fleet="12 equal", load=load, share=share))
+            for figure in JUDGED
+        ]
+        for result, load, share in cells
+    ]
+    return [f"{math.ceil(max(row[0] for row in changes))}", f"{math.ceil(max(max(row[1:]) for row in changes))}"]
+
+
+def at_overload(result: str, load: str, share: float) -> list[str]:
+    """TTFT mean and P99 in seconds, and hits, of `moestro`, `lmetric` and `least_loaded`."""
+    cells = []
+    for policy in ("moestro", "lmetric", "least_loaded"):
+        mean_s, p99_s, hits = (
+            mean_of(result, figure, load=load, share=share, policy=policy)
+            for figure in ("ttft_mean_ms", "ttft_p99_ms", "hit_ratio")
+        )
+        p99 = f"{p99_s / 1e3:.1f}" if p99_s >= 1e4 else f"{p99_s / 1e3:.2f}"
+        cells.append(f"{mean_s / 1e3:.2f}, {p99}; {hits:.0%}".replace("%", " %"))
+    return cells
+
+
+def preble_waits() -> list[str]:
+    """TTFT mean and P99 in seconds at half load, of the published ratio, of `moestro` and of the smallest ratio."""
+    policies = ("preble:balance_ratio=15", "moestro", "preble:balance_ratio=1.25")
+    cells = [
+        [mean_of("overload", figure, load="coding_agent", share=0.5, policy=policy) / 1e3 for figure in JUDGED[:2]]
+        for policy in policies
+    ]
+    return [text for mean_s, p99_s in cells for text in (f"{mean_s:.1f}", f"{p99_s:.0f}")]
+
+
+def host_gains() -> list[str]:
+    """Live KV, and what host memory of one and of four times the KV memory takes off the mean TTFT, by load."""
+    cases, found = stored("simulator/host_tier.json")["cases"], []
+    for rate in ("0.2", "0.3"):
+        none, one, four = (cases[f"{rate} requests/s, host {size} x"] for size in (0, 1, 4))
+        found.append(f"{none['live_kv']:.1f}")
+        found += [f"{100 * (1 - each['ttft_mean_ms'] / none['ttft_mean_ms']):.0f}" for each in (one, four)]
+    return found
+
+
 # By page: a sentence with gaps, and the figures that stand in them.
 SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
     "repro.md": {
@@ -440,6 +524,38 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "with up to 8 sequences ({} and {} µs)": lambda: loops("awake")[:2],
         "With 32 and 256 a step takes {} and {} µs": lambda: loops("awake")[2:],
         "1 to 256 sequences take {} to {} µs": lambda: loops("asleep")[::3],
+    },
+    "policies.md": {
+        **{
+            f"| `{load}`, {runs}{share[:-1]} % | {{}} | {{}} | {{}} | {{}} |":
+            partial(group_changes, result, load, share)
+            for result, load, runs, shares in (
+                ("step_groups", "chat", "", ("100%", "120%")),
+                ("step_groups", "tool_agent", "", ("75%", "120%")),
+                ("step_groups_agents", "coding_agent", "", ("50%",)),
+                ("step_groups_chat", "chat", "600 requests, ", ("75%", "100%", "120%")),
+                ("step_groups_long", "chat", "1,200 requests, ", ("55%", "65%")),
+            )
+            for share in shares
+        },
+        **{
+            f"| `{load}` at {share:.0%} | {speeds} | {{}} ({{}} to {{}}) | {{}} | {{}} | {{}} |".replace("%", " %"):
+            partial(unlike_changes, load, share, policy)
+            for load in ("chat", "tool_agent", "coding_agent")
+            for share in (0.5, 0.9)
+            for speeds, policy in (("learned", "moestro"), ("configured", "moestro, configured"))
+        },
+        "learning changes no mean TTFT by more than {} %, and no other figure by more than {} %.": equal_changes,
+        "| `coding_agent` at 110 % | {} | {} | {} |": partial(at_overload, "overload", "coding_agent", 1.1),
+        "| `coding_agent` at 120 % | {} | {} | {} |": partial(at_overload, "overload", "coding_agent", 1.2),
+        "(../bench/results/simulator/overload_tools.json)) | {} | {} | {} |": partial(
+            at_overload, "overload_tools", "tool_agent", 1.2
+        ),
+        "has a mean TTFT of {} s and a P99 of {} s, where `moestro` has {} and {}:": lambda: preble_waits()[:4],
+        "do not help (at 1.25, {} and {} s)": lambda: preble_waits()[4:],
+        "with live KV of {} times its memory:\n"
+        "host memory of that size takes {} % off the mean TTFT, four times as much {} %; with {} times, {} and {} %":
+        host_gains,
     },
     "simulator.md": {
         "So Dynamo takes {} and {} times our time with 16 engines, and {} with one": replay_ratios,

@@ -15,6 +15,7 @@ from support.step_policies import ADVERSARIES, STEP_TEXTS, Random
 from moestro.core.request import ServiceClass
 from moestro.engine.rank import build_preemptive_rank
 from moestro.engine.settings import SchedulerSettings
+from moestro.errors import CopyError
 from moestro.flow.micro_queues import MicroQueues
 from moestro.flow.policies.one_queue import in_order
 from moestro.flow.policies.qllm import ExpertLevelPreemption
@@ -241,3 +242,36 @@ def test_evictions_of_parked_work_happen_and_change_nothing(name, host):
         kept += rank.scheduler.counts.num_kept_tokens
     assert preemptions > 0
     assert (kept > 0) == (host > 0)
+
+
+class FailingStages(FakeStages):
+    """A device of which every third copy of KV fails, and leaves part of the KV copied."""
+
+    num_moves = num_failed = 0
+
+    def move_blocks(self, moves, now_ns: int) -> None:
+        self.num_moves += 1
+        if self.num_moves % 3 == 0:
+            self.num_failed += 1
+            self.host[:, moves.kept[1][::2]] = 5
+            self.kv[:, moves.restored[1][::2]] = 5
+            raise CopyError("a copy fails, as this test wants it")
+        super().move_blocks(moves, now_ns)
+
+
+@pytest.mark.parametrize("background", [None, (7, 3)])
+@pytest.mark.parametrize("name", ["random", "qllm"])
+def test_after_failed_copies_the_tokens_are_computed_again(name, background):
+    num_failed = 0
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        piece_ns, ahead = background or (None, 1)
+        policy = make_policy(name, seed)
+        rank, device = make_rank(policy, num_blocks=10, num_host_blocks=40, piece_ns=piece_ns, ahead=ahead)
+        device.__class__ = FailingStages
+        requests = random_requests(rng, 12)
+        tokens = serve(rank, requests, rng)
+        assert tokens == {r.request_id: expected_tokens(r, device.shape) for r in requests}
+        assert rank.scheduler.counts.num_failed_copies == device.num_failed
+        num_failed += device.num_failed
+    assert num_failed > 3

@@ -185,6 +185,29 @@ def test_blocks_on_the_device_behind_dear_copies_make_these_pay():
     assert host.find_prefix(names[:3], []) == (blocks[2:3], (0, 1)), "two copies cost 10, and save 12"
 
 
+def test_blocks_that_the_device_has_too_stay_cached_when_host_memory_is_lost():
+    rank = make_rank(24, 40)
+    pool, host = rank.scheduler.pool, rank.scheduler.state.host
+    names = [bytes([i]) * 16 for i in range(4)]
+    host.link(names, 0, 4)
+    blocks = pool.allocate_many(4)
+    pool.remember(blocks, names)
+    pool.release(blocks)
+    others = pool.allocate_many(24)
+    assert host.find_prefix(names, []) == ([], (0, 1, 2, 3))
+    pool.release(others)
+    blocks = pool.allocate_many(4)
+    host.load(names, blocks)
+    pool.remember(blocks, names)
+    host.used(names)
+    host.take_moves()
+    rank.scheduler.state.drop_copies(set())
+    assert host.num_used_blocks == 0
+    assert pool.find_prefix(names) == blocks
+    pool.forget(names[:1])
+    assert pool.names_of(blocks) == [], "a child outlives its parent"
+
+
 def test_a_running_engine_learns_what_its_prompts_cost():
     prices = MeasuredPrices(block_ns=100.0)
     assert prices.computing_ns(0, 16) > prices.copying_ns(1), "before the first prompt a copy pays"

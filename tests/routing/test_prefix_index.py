@@ -271,6 +271,22 @@ def test_a_history_that_the_device_has_no_room_for_is_in_host_memory():
     assert not one.has_hosted
 
 
+def test_a_router_that_learns_the_sizes_late_places_the_history_that_it_has():
+    late, known = index(1), index(1)
+    known.set_capacity(0, 4, num_host_blocks=8)
+    for number in range(8):
+        if number == 6:
+            late.set_capacity(0, 4, num_host_blocks=8)
+        prompts = [packed(10 * each, 10 * each + 1) for each in range(number + 1)]
+        for one in (late, known):
+            one.sent(0, prompts[-1])
+        for prompt in prompts if number >= 6 else ():
+            places = [one.hosted_of(prompt, one.match(prompt)).tolist() for one in (late, known)]
+            assert places[0] == places[1]
+    late.set_capacity(0, 2, num_host_blocks=8)
+    assert late.hosted_of(prompts[-2], late.match(prompts[-2])).tolist() == [2], "the device is smaller now"
+
+
 def test_marks_of_host_memory_count_towards_an_engines_share():
     one = index(1, 2 * 100 * (REPORTED_BYTES + HOSTED_BYTES))
     one.cleared(0)

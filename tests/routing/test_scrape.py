@@ -145,10 +145,12 @@ def test_totals_for_the_page_are_those_of_all_engines_of_an_address():
 vllm:prefix_cache_queries_total{engine="1"} 50
 vllm:prefix_cache_hits_total{engine="0"} 30
 vllm:prefix_cache_hits_total{engine="1"} 0
+vllm:external_prefix_cache_hits_total{engine="1"} 12
 vllm:request_prefill_time_seconds_sum{engine="0"} 0.5
 vllm:request_prefill_kv_computed_tokens_sum{engine="0"} 1000
 """
-    assert scrape(text).totals == EngineTotals(num_queried_tokens=150, num_hit_tokens=30, prompt_token_s=0.0005)
+    hits = {"num_hit_tokens": 42, "num_host_hit_tokens": 12}
+    assert scrape(text).totals == EngineTotals(num_queried_tokens=150, prompt_token_s=0.0005, **hits)
     sglang = b"""sglang:prompt_tokens_total{model_name="m"} 70
 sglang:cached_tokens_total{cache_source="device",model_name="m"} 20
 sglang:cached_tokens_total{cache_source="host",model_name="m"} 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from support.browser import chromium, needs_chromium
 from support.running import PATIENCE_S, Running, complete, free_port, metrics
 
 NUM_BLOCKS = 40
@@ -59,6 +60,18 @@ def test_the_metrics_of_offloading_have_the_names_of_vllm(tiered):
     assert figure(tiered, "moestro:kv_copies_failed_total") == 0
 
 
+@needs_chromium
+def test_the_page_shows_hits_from_host_memory(tiered):
+    with chromium() as browser:
+        page = browser.new_page()
+        page.goto(f"{tiered.url}#engines")
+        hits = page.locator(".tile").filter(has_text="Prefix hits")
+        hits.filter(has_text="of tokens in a minute").wait_for()
+        for prompt in (PROMPT, *OTHERS, PROMPT):
+            ask(tiered, prompt)
+        hits.filter(has_text="from host memory").wait_for()
+
+
 def test_a_salted_prompt_sees_its_own_blocks_alone(tiered):
     ask(tiered, PROMPT, cache_salt="one")
     for other in OTHERS:
@@ -80,11 +93,35 @@ def test_a_tier_smaller_than_a_prompt_serves_what_it_has(real_command, tmp_path,
         small.kill()
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [
+        ("--mode", "preemptive"),
+        ("--mode", "ep", "--engines", "2", "--route-policy", "round_robin"),
+        ("--mode", "async", "--attention", "1", "--experts", "1"),
+    ],
+    ids=lambda mode: mode[1],
+)
+def test_every_mode_copies_evicted_prompts_back(real_command, tmp_path, server, mode):
+    spread = Running((*real_command, *SCARCE, *mode, "--kv-offloading-size", "0.05"), tmp_path)
+    num_copied = 0
+    try:
+        for prompt in (PROMPT, *OTHERS) * 2:
+            text, _, copied = ask(spread, prompt)
+            assert text == ask(server, prompt)[0]
+            num_copied += copied
+        assert num_copied >= 64
+        assert spread.stop() == 0
+    finally:
+        spread.kill()
+
+
 def test_a_host_without_the_memory_refuses_the_start(real_command, tmp_path):
     server = Running((*real_command, *SCARCE, "--kv-offloading-size", "999999"), tmp_path, wait=False)
     try:
         assert server.process.wait(PATIENCE_S) != 0
     finally:
         server.kill()
-    assert "--kv-offloading-size 999999 GiB is more than this host has free" in server.text
-    assert "GiB fit. Give less, or 0 to compute evicted KV again." in " ".join(server.text.split())
+    text = " ".join(server.text.split())
+    assert "--kv-offloading-size 999999 GiB is more than this host has free: beside weights and KV," in text
+    assert "GiB fit. Give less, or 0 to compute evicted KV again." in text

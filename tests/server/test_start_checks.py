@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,15 @@ def test_engines_that_do_not_fit_into_memory_are_refused(checkpoint, monkeypatch
     check_start(settings(checkpoint, attention=2))
     with pytest.raises(ConfigError, match=r"3 engines need 3.0 GiB .* and 2.5 are free: lower --attention or --kv"):
         check_start(settings(checkpoint, attention=3))
+
+
+def test_host_memory_has_to_fit_beside_weights_and_kv(checkpoint, monkeypatch):
+    monkeypatch.setattr(moestro.server.processes.start_checks, "available_memory_bytes", lambda: 5 * GIB)
+    two = settings(checkpoint, "fused", engines=2)
+    check_start(replace(two, model=replace(two.model, kv_offloading_size=1.4)))
+    text = r"-size 1.6 GiB for each of 2 engines is more .* beside weights and KV, 1.50 GiB for each of 2 engines fit"
+    with pytest.raises(ConfigError, match=text):
+        check_start(replace(two, model=replace(two.model, kv_offloading_size=1.6)))
 
 
 def test_memory_that_cannot_be_read_refuses_nothing(checkpoint, monkeypatch):

@@ -58,10 +58,12 @@ def test_a_larger_tier_has_more_hits(without):
     assert without.num_hit_tokens.sum() <= small.num_hit_tokens.sum() <= large.num_hit_tokens.sum()
 
 
-def test_a_token_is_priced_by_what_it_adds_to_a_step():
-    prices = make_prices(SimEngineSettings(count=1))
+@pytest.mark.parametrize("ep_ranks", [1, 4])
+def test_a_token_is_priced_by_what_it_adds_to_a_step(ep_ranks):
+    prices = make_prices(SimEngineSettings(count=1, ep_ranks=ep_ranks))
     loads = load_prices(prices, BLOCK_SIZE)
-    step = prices.step_ns([Batch(np.zeros(1, np.int32), np.array([2048], np.int32))])
+    batch = Batch(np.zeros(1, np.int32), np.array([2048], np.int32))
+    step = prices.step_ns([batch, *[None] * (ep_ranks - 1)])
     assert 0 < loads.computing_ns(0, 2048) < step
     assert loads.copying_ns(1) == prices.move_ns(BLOCK_SIZE)
     assert loads.copying_ns(10) < loads.computing_ns(0, 10 * BLOCK_SIZE)

@@ -103,6 +103,41 @@ def test_an_offloaded_block_without_tokens_keeps_its_name(cache):
     assert cache.counts.orphaned == 1
 
 
+def test_a_chunk_of_lmcache_has_the_blocks_of_the_device_below_it(cache):
+    """LMCache's connector names no group of layers, and its chunks have hashes and sizes of their own."""
+    chunk, whole = {"medium": "cpu", "block_size": 8}, {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    cache.store([1, 2, 3], None, TOKENS, **whole)
+    assert cache.place([-77], None, TOKENS[:8], **chunk) == PlacedBlocks(stored=names(TOKENS[:8]))
+    gone = cache.displace([1, 2, 3], group_idx=0)
+    assert gone == PlacedBlocks(hosted=names(TOKENS[:8]), removed=names(TOKENS)[32:])
+    assert cache.blocks.placed() == PlacedBlocks(hosted=names(TOKENS[:8]))
+    assert cache.blocks.num_hosted == cache.blocks.num_blocks == 2
+    longer = [*TOKENS, *TOKENS[:4]]
+    assert cache.place([-78], -77, longer[8:], **chunk) == PlacedBlocks(hosted=names(longer)[32:])
+    assert (cache.blocks.gap, cache.blocks.block_size_seen) == (None, BLOCK_SIZE)
+    assert cache.place([1, 2], None, TOKENS[:8], **whole) == PlacedBlocks(stored=names(TOKENS[:8]))
+    assert cache.blocks.num_hosted == 2
+
+
+def test_a_chunk_that_ends_within_a_block_is_left_out_and_one_of_too_many_blocks_is_missing(cache):
+    assert cache.store([9], None, TOKENS[:6], medium="cpu", block_size=6) == b""
+    assert (cache.counts.other_size, cache.blocks.gap) == (1, None)
+    assert cache.store([9], None, TOKENS[:4] * 65, medium="cpu", block_size=4 * 65) == b""
+    assert (cache.counts.other_size, cache.blocks.gap) == (2, "other_size")
+
+
+def test_offloaded_blocks_whose_events_leave_out_the_salt_keep_their_names(cache):
+    """vLLM's self-describing events of its offloading have tokens, but no extra keys."""
+    salted = names(TOKENS, salt="tenant")
+    cache.store([1, 2], None, TOKENS[:8], extra_keys=[["tenant"], None])
+    assert cache.place([1, 2], None, TOKENS[:8], medium="CPU") == PlacedBlocks(stored=salted[:32])
+    assert cache.displace([1, 2]) == PlacedBlocks(hosted=salted[:32])
+    assert cache.store([1, 2, 3], None, TOKENS, medium="CPU") == salted
+    assert cache.store([5], None, TOKENS[:4], extra_keys=[[["picture", 3]]]) == b""
+    assert cache.store([5], None, TOKENS[:4], medium="CPU") == b""
+    assert (cache.blocks.fault, cache.blocks.gap) == ("", None)
+
+
 @pytest.mark.parametrize("where", [{"medium": "STORAGE"}, {"medium": "EXTERNAL"}, {"locality": "REMOTE"}])
 def test_media_that_serve_no_hits_hold_nothing(cache, where):
     assert cache.store([1], None, TOKENS[:4], **where) == b""

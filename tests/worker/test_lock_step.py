@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from support.fake_device import KvDevice, expected_tokens, make_request
 from support.lock_step_ranks import SETTINGS, RankThreads
 
-from moestro.engine.lock_step import LockStepExecutor, LockStepRank
+from moestro.engine.lock_step import LockStepExecutor, LockStepRank, build_lock_step_rank
 from moestro.engine.rank import build_rank
 from moestro.engine.scheduler import Scheduler
-from moestro.errors import InvariantError
+from moestro.errors import CopyError, InvariantError
 from moestro.wire.messages import Abort, Add
 
 
@@ -102,6 +104,51 @@ def test_a_request_that_is_aborted_at_once_wakes_no_rank():
     rank.step(0)
     assert woken == []
     assert not rank.has_work
+
+
+class LosingDevice(KvDevice):
+    """The device of a group of one rank; every second copy of KV fails."""
+
+    is_moving = False
+    num_moves = 0
+
+    def open_step(self, units) -> np.ndarray:
+        return np.array([0 if units is None else int(units.num_tokens.sum())])
+
+    def move_blocks(self, moves, now_ns: int) -> None:
+        self.num_moves += 1
+        if self.num_moves % 2:
+            self.host[moves.kept[1]] = self.kv[moves.restored[1]] = 5
+            raise CopyError("a copy fails, as this test wants it")
+        super().move_blocks(moves, now_ns)
+
+
+def test_after_failed_copies_a_rank_computes_again_and_its_group_goes_on():
+    settings, tokens = replace(SETTINGS, num_blocks=14, num_host_blocks=40), {}
+    device = LosingDevice(settings.num_blocks, settings.block_size, num_host_blocks=settings.num_host_blocks)
+    rank = LockStepRank(Scheduler(settings), LockStepExecutor(device, lambda step: None))
+    requests = [make_request(f"r{i}", range(i % 4, 20 + i % 4), max_tokens=8) for i in range(12)]
+    for request in requests:
+        rank.add(request, 0)
+    for now_ns in range(1000):
+        for output in rank.step(now_ns):
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        rank.scheduler.check()
+    assert tokens == {request.request_id: expected_tokens(request) for request in requests}
+    assert rank.scheduler.counts.num_failed_copies > 1
+    assert not rank.has_work
+
+
+def test_a_rank_learns_what_its_prompts_cost_against_copies_from_host_memory():
+    settings = replace(SETTINGS, num_host_blocks=40, max_num_batched_tokens=64)
+    device = LosingDevice(settings.num_blocks, settings.block_size, num_host_blocks=settings.num_host_blocks)
+    rank = build_lock_step_rank(settings, device, lambda step: None, host_block_ns=100)
+    rank.add(make_request("r", range(40), max_tokens=1), 0)
+    rank.begin(1_000)
+    rank.collect(1_000)
+    rank.begin(1_000 + 40 * 7)
+    prices = rank.scheduler.state.host.prices
+    assert (prices.copying_ns(1), prices.computing_ns(0, 1)) == (100, 7)
 
 
 def test_a_rank_alone_belongs_to_no_group():

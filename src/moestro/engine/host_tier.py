@@ -377,8 +377,12 @@ class HostTier:
         self.forgotten(lost)
 
     def forget_all(self) -> None:
-        """Drop all cached blocks."""
-        self.forgotten(list(self._block_of))
+        """Drop all cached blocks, and those of the device behind blocks that the host alone has."""
+        for name in list(self._block_of):
+            if name in self._pool:
+                self._remove(name)
+            else:
+                self.forgotten([name])
 
     def forgotten(self, hashes: list[bytes]) -> None:
         """Drop blocks and all blocks behind them from both tiers; those of `hashes` have left the device already."""

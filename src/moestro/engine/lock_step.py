@@ -24,7 +24,7 @@ from moestro.engine.rank import Rank
 from moestro.engine.scheduler import Scheduler
 from moestro.engine.settings import SchedulerSettings
 from moestro.engine.steps import StepOutput
-from moestro.errors import ConfigError
+from moestro.errors import ConfigError, CopyError
 
 # New figures cost a message to the API server. An engine without tokens has no other reason to send one at every step.
 _IDLE_STEPS_A_REPORT = 32
@@ -93,6 +93,7 @@ class LockStepExecutor:
         self._plan: Plan | None = None
         self._num_in_flight = 0
         self._results: deque[StepResult] = deque()
+        self._lost: StepResult | None = None  # of the plan submitted last, whose copies failed
         self._counts = LockStepCounts()
         self._num_moving_steps = 0
         self.is_awake = False
@@ -123,12 +124,20 @@ class LockStepExecutor:
 
     def wanted_plan(self) -> PlanWanted | None:
         """Want one plan at a time."""
-        return None if self._plan is not None or self._num_in_flight else PlanWanted()
+        is_busy = self._plan is not None or self._num_in_flight or self._lost is not None
+        return None if is_busy else PlanWanted()
 
     def submit(self, plan: Plan, now_ns: int) -> None:
-        """Keep `plan` for the next step, and wake the group if it sleeps. Its KV copies begin now."""
+        """Keep `plan` for the next step, and wake the group if it sleeps. Its KV copies begin now.
+
+        If these fail, the units return without having been computed, and the group takes no step for them.
+        """
         if plan.moves is not None:
-            self._device.move_blocks(plan.moves, now_ns)
+            try:
+                self._device.move_blocks(plan.moves, now_ns)
+            except CopyError:
+                self._lost = StepResult(plan.units.slot, failed=plan.moves)
+                return
         self._plan = plan
         if not self.is_awake:
             self.is_awake = True
@@ -143,6 +152,9 @@ class LockStepExecutor:
 
     def poll(self, now_ns: int, is_wanted: IsWanted = never_wanted) -> StepResult | None:
         """Open the next step if the group is awake, and take the oldest result that is ready, or None."""
+        if self._lost is not None:
+            lost, self._lost = self._lost, None
+            return lost
         if self.is_awake and not self._num_in_flight:
             self._open_step(now_ns)
         if self._num_in_flight:
@@ -156,7 +168,7 @@ class LockStepExecutor:
         """Implement `Executor.ready_at_ns`. An idle rank of a group that is awake takes part in its next step now."""
         if self._num_in_flight:
             return self._device.ready_at_ns()
-        return 0 if self.is_awake else FOREVER_NS
+        return 0 if self.is_awake or self._lost is not None else FOREVER_NS
 
     def _open_step(self, now_ns: int) -> None:
         plan, self._plan = self._plan, None
@@ -259,7 +271,17 @@ def spread_over_ranks(num_layers: int, num_experts: int, num_ranks: int, num_red
 
 
 def build_lock_step_rank(
-    settings: SchedulerSettings, device: LockStepDevice, wake_others: Callable[[int], None]
+    settings: SchedulerSettings,
+    device: LockStepDevice,
+    wake_others: Callable[[int], None],
+    host_block_ns: int | None = None,
 ) -> LockStepRank:
-    """Build a rank in `ep` mode on `device`; `wake_others` as in `LockStepExecutor`."""
-    return LockStepRank(Scheduler(settings), LockStepExecutor(device, wake_others))
+    """Build a rank in `ep` mode on `device`.
+
+    Args:
+        wake_others: as in `LockStepExecutor`.
+        host_block_ns: as in `Rank.measure_prices`.
+    """
+    rank = LockStepRank(Scheduler(settings), LockStepExecutor(device, wake_others))
+    rank.measure_prices(host_block_ns)
+    return rank

@@ -311,6 +311,17 @@ class Rank:
         """Let no request read KV that was computed before, because the network now computes in another way."""
         self.scheduler.state.forget_cache()
 
+    def measure_prices(self, host_block_ns: int | None) -> None:
+        """Copy a prefix from host memory where that takes less time than its computation does in this rank's steps.
+
+        Its plans return whole and in order.
+
+        Args:
+            host_block_ns: measured time of the copy of a KV block from host memory. None means that a copy always pays.
+        """
+        if host_block_ns is not None:
+            self.step_prices = self.scheduler.state.host.prices = MeasuredPrices(host_block_ns)
+
     def wake(self, step: int) -> None:
         """Take part in a step of the rank's group; see `engine.lock_step`.
 
@@ -492,11 +503,10 @@ def build_rank(
 
     Args:
         runs_ahead: as in `FusedExecutor`.
-        host_block_ns: measured time of the copy of a KV block from host memory. None means that a copy always pays.
+        host_block_ns: as in `Rank.measure_prices`.
     """
     rank = Rank(Scheduler(settings), FusedExecutor(device, runs_ahead=runs_ahead))
-    if host_block_ns is not None:
-        rank.step_prices = rank.scheduler.state.host.prices = MeasuredPrices(host_block_ns)
+    rank.measure_prices(host_block_ns)
     return rank
 
 

@@ -14,6 +14,7 @@ from moestro.core.load_figures import PassCounts
 from moestro.core.stages import HopMessage, StagedDevice
 from moestro.core.views import StepPolicy
 from moestro.core.work import IsWanted, Plan, PlanWanted, Slots, StepResult, never_wanted
+from moestro.errors import CopyError
 from moestro.flow.core import FlowCore
 from moestro.flow.dispatcher import PeerSettings
 from moestro.flow.events import (
@@ -95,7 +96,9 @@ class FlowExecutor:
         return bool(self._results) or self._core.may_emit
 
     def wanted_plan(self) -> PlanWanted | None:
-        """Implement `Executor.wanted_plan`."""
+        """Implement `Executor.wanted_plan`. No plan may share the blocks of one whose copies failed."""
+        if self._results and any(result.failed is not None for result in self._results):
+            return None
         return self._core.wanted_plan()
 
     def receive(self, message: HopMessage, now_ns: int) -> None:
@@ -120,9 +123,18 @@ class FlowExecutor:
         self._apply(PeerLost(worker), now_ns)
 
     def submit(self, plan: Plan, now_ns: int) -> None:
-        """Let a plan in. What has not begun of less urgent work goes back to its queues."""
+        """Let a plan in, after its KV copies. If these fail, its units return without having been computed.
+
+        What has not begun of less urgent work goes back to its queues.
+        """
         if plan.moves is not None:
-            self._device.move_blocks(plan.moves, now_ns)
+            try:
+                self._device.move_blocks(plan.moves, now_ns)
+            except CopyError:
+                self.num_pieces += 1
+                self._results.append(StepResult(plan.units.slot, failed=plan.moves))
+                self._emitted_ns = now_ns
+                return
         self._apply(PlanSubmitted(plan), now_ns)
 
     def start(self, now_ns: int) -> None:

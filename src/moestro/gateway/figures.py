@@ -267,6 +267,7 @@ class FleetStatistics:
                 self._load(engine.row, now_ns),
                 num_queried_tokens=engine.totals.num_queried_tokens,
                 num_hit_tokens=engine.totals.num_hit_tokens,
+                num_host_hit_tokens=engine.totals.num_host_hit_tokens,
             ),
         )
 

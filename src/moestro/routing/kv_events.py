@@ -638,9 +638,10 @@ class KvFeed:
         """Report an event to the sink, in parts."""
         match event:
             case BlockStored():
-                for part in stored_parts(event, _PART_BLOCKS):
+                per_hash = min(max(event.block_size // self._settings.naming.block_size, 1), _PART_BLOCKS)
+                for part in stored_parts(event, _PART_BLOCKS // per_hash):
                     self._store(part)
-                    yield len(part.block_hashes)
+                    yield len(part.block_hashes) * per_hash
             case BlockRemoved():
                 for removal in removed_parts(event, _PART_BLOCKS):
                     self._place(self._blocks.remove(removal))

@@ -174,12 +174,12 @@ class PrefixIndex:
         row = self._engines[engine]
         row.is_capacity_known = num_blocks is not None
         row.capacity = _UNLIMITED if num_blocks is None else num_blocks + num_host_blocks
-        row.num_device_blocks = num_blocks if num_host_blocks else None
+        had_blocks, row.num_device_blocks = row.num_device_blocks, num_blocks if num_host_blocks else None
         self._has_host &= ~(1 << engine)
-        if row.num_device_blocks is None:
-            self._forget_recent(engine)
-        else:
+        if row.num_device_blocks is not None:
             self._has_host |= 1 << engine
+        if row.num_device_blocks != had_blocks:
+            self._fill_recent(engine)
 
     def surprised(self, engine: int, num_blocks: int) -> None:
         """Learn from an answer of `engine` how large its cache is, unless that is known or events report its blocks.
@@ -499,6 +499,22 @@ class PrefixIndex:
             row.recent.append(last)
         while self._recent.num_blocks[engine] > row.num_device_blocks and len(row.recent) > 1:
             self._recent.drop(engine, row.recent.popleft())
+
+    def _fill_recent(self, engine: int) -> None:
+        """Take the newest prompts of the history for those on the device, whose size has just become known.
+
+        A router that joins others has their history before it has read how large the engines' tiers are.
+        """
+        self._forget_recent(engine)
+        row = self._engines[engine]
+        for prompt in reversed(row.prompts) if row.num_device_blocks is not None else ():
+            last = self._recent.add(engine, prompt.hashes())
+            if last is None:
+                continue
+            if row.recent and self._recent.num_blocks[engine] > row.num_device_blocks:
+                self._recent.drop(engine, last)
+                break
+            row.recent.appendleft(last)
 
     def _forget_recent(self, engine: int) -> None:
         recent = self._engines[engine].recent

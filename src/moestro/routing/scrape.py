@@ -27,6 +27,7 @@ class EngineTotals:
     Attributes:
         num_generated_tokens: generated tokens.
         num_queried_tokens, num_hit_tokens: prompt tokens looked up, and found, in the prefix cache, in any tier.
+        num_host_hit_tokens: those found in host memory alone.
         prompt_token_s: mean time to compute a prompt token, seconds.
         num_first_tokens: requests that have had a first token.
         first_token_s: sum of their times to it, seconds.
@@ -35,6 +36,7 @@ class EngineTotals:
     num_generated_tokens: int | None = None
     num_queried_tokens: int | None = None
     num_hit_tokens: int | None = None
+    num_host_hit_tokens: int | None = None
     prompt_token_s: float | None = None
     num_first_tokens: int | None = None
     first_token_s: float | None = None
@@ -258,14 +260,15 @@ def _load(exposed: _Exposed, rank: int | None) -> ScrapedLoad:
         num_kv_tokens = figure(_KV_TOKENS)
     num_generated = figure(_GENERATED)
     known = [count for count in (figure(_PROMPT), num_generated) if count is not None]
-    num_hits = figure(_HITS)
+    num_hits, num_host_hits = figure(_HITS), figure(_HOST_HITS)
     seconds, num_computed = figure(_PREFILL_S), figure(_COMPUTED)
     return ScrapedLoad(
         figures=LoadFigures(**{name: _load_figure(exposed.of(names, rank), name) for name, names in _NAMES.items()}),
         totals=EngineTotals(
             num_generated_tokens=_count(num_generated),
             num_queried_tokens=_count(figure(_QUERIED)),
-            num_hit_tokens=_count(None if num_hits is None else num_hits + (figure(_HOST_HITS) or 0)),
+            num_hit_tokens=_count(None if num_hits is None else num_hits + (num_host_hits or 0)),
+            num_host_hit_tokens=_count(num_host_hits),
             prompt_token_s=seconds / num_computed if seconds and num_computed else None,
             num_first_tokens=_count(figure(_FIRST_TOKENS)),
             first_token_s=figure(_FIRST_TOKEN_S),

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from moestro.core.hashing import ROOT, block_hash, hash_key
 from moestro.wire.kv_events import BlockKey, BlockRemoved, BlockStored, text_of
@@ -25,6 +26,7 @@ _WHOLE_PROMPT_KINDS = {None, "full_attention", "mla_attention", "sink_full_atten
 _FIRST_TIER = "GPU"  # tier of an event that names none
 _NUM_LEFT = 1 << 14
 _NUM_OUTSIDE = 1 << 18
+_MOST_IN_CHUNK = 64  # blocks that the work of one call stays bounded by; LMCache's chunks have 256 tokens
 _AMBIGUOUS = "different blocks have the same hash: upgrade the engine (SGLang)"
 
 MAX_BLOCKS = 1 << 20
@@ -61,7 +63,7 @@ class NamingCounts:
         unnamed: blocks whose hash covers something that Moestro's names do not, such as a picture, and those behind
             them. The router looks for no prompt that has them.
         malformed: blocks of events without as many tokens or extra keys as blocks, or without an adapter's name.
-        other_size: blocks of another size than the router's.
+        other_size: blocks of another size than the router's, but for chunks of whole blocks in other tiers.
         other_tier: blocks in media without hits, or in another machine.
         other_group: blocks of layers that are not followed.
         over_bound: blocks that were not followed because there would be more than `max_num_blocks`.
@@ -80,9 +82,24 @@ class NamingCounts:
 
 @dataclass(slots=True)
 class _Block:
+    """The block that a publisher's hash names, or the blocks of a chunk.
+
+    Attributes:
+        name: name of the last block.
+        key: key of the names.
+        tiers: bits of the tiers that hold it.
+        before: names of the other blocks of a chunk, in order.
+    """
+
     name: bytes
     key: bytes
     tiers: int
+    before: tuple[bytes, ...] = ()
+
+    @property
+    def names(self) -> tuple[bytes, ...]:
+        """Names of all blocks, in order."""
+        return (*self.before, self.name)
 
 
 class NamingGap(StrEnum):
@@ -147,7 +164,11 @@ class NamedBlocks:
         self._device = self._bits.get(_FIRST_TIER, 0)
         self._group: int | None = None
         self._held: dict[BlockKey, _Block] = {}
-        self._num_keys: dict[bytes, int] = {}  # keys of `_held` by name; EAGLE's and salted blocks may share one name
+        # Hashes of `_held` by name, and those whose block is not on the device. EAGLE's and salted blocks may share one
+        # name, and so do the engine's blocks and a connector's chunks.
+        self._num_keys: dict[bytes, int] = {}
+        self._num_off_device: dict[bytes, int] = {}
+        self._num_held = 0  # blocks of `_held`
         self._dropped: list[dict[Any, Any]] = []
         # Names of removed blocks: a sequence in flight may have another copy, and store its next block behind it.
         self._left: OrderedDict[BlockKey, _Block] = OrderedDict()
@@ -156,20 +177,20 @@ class NamedBlocks:
     @property
     def num_blocks(self) -> int:
         """Blocks held in any tier that serves hits."""
-        return len(self._held)
+        return len(self._num_keys)
 
     def placed(self) -> PlacedBlocks:
         """Packed names of all held blocks, parents mostly before their children."""
-        held = self._held.values()
-        on_device = [block.name for block in held if not self._is_hosted(block)]
-        return PlacedBlocks(b"".join(on_device), b"".join([block.name for block in held if self._is_hosted(block)]))
+        hosted = {name for name in self._num_off_device if self._is_hosted(name)}
+        on_device = [name for name in self._num_keys if name not in hosted]
+        return PlacedBlocks(b"".join(on_device), b"".join([name for name in self._num_keys if name in hosted]))
 
     def forget(self) -> None:
         """Drop all blocks, because the cache is empty or its content is unknown. Their memory goes with `tidy`."""
-        self.num_hosted = 0
+        self.num_hosted = self._num_held = 0
         if self._held:
-            self._dropped += (self._held, self._num_keys)
-            self._held, self._num_keys = {}, {}
+            self._dropped += (self._held, self._num_keys, self._num_off_device)
+            self._held, self._num_keys, self._num_off_device = {}, {}, {}
         self._left.clear()
         self._outside.clear()
 
@@ -198,23 +219,29 @@ class NamedBlocks:
         if not tier:
             self._counts.other_tier += len(event.block_hashes)
             return UNPLACED
-        if self.fault or not self._follows(event):
+        is_on_device = tier == self._device
+        if self.fault or not self._follows(event, is_on_device=is_on_device):
             return UNPLACED
         stored: list[bytes] = []
         hosted: list[bytes] = []
-        for theirs, block in self._named(event) if event.token_ids else self._known(event.block_hashes):
+        named = self._named(event, is_on_device=is_on_device) if event.token_ids else self._known(event.block_hashes)
+        for theirs, block in named:
             held = self._held.get(theirs)
             if held is None:
-                if len(self._held) >= self._rules.max_num_blocks:
+                self._num_held += 1 + len(block.before)
+                if self._num_held > self._rules.max_num_blocks:
                     self._counts.over_bound += len(event.block_hashes)
                     return self._give_up(f"it claims to hold more than {self._rules.max_num_blocks:,} blocks")
                 self._left.pop(theirs, None)
                 held = self._held[theirs] = block
-                self._num_keys[block.name] = self._num_keys.get(block.name, 0) + 1
             elif held.name != block.name:
                 return self._give_up(_AMBIGUOUS)
             self._put(held, held.tiers | tier)
-            (hosted if self._is_hosted(held) else stored).append(held.name)
+            if is_on_device:
+                stored.append(held.name)
+            else:
+                for name in held.names:
+                    (hosted if self._is_hosted(name) else stored).append(name)
         self._counts.stored += len(stored) + len(hosted)
         return PlacedBlocks(b"".join(stored), b"".join(hosted))
 
@@ -233,29 +260,40 @@ class NamedBlocks:
             self._put(block, block.tiers & ~tier)
             if not block.tiers:
                 del self._held[theirs]
+                self._num_held -= 1 + len(block.before)
                 self._left[theirs] = block
-                num_keys = self._num_keys[block.name] - 1
-                if num_keys:
-                    self._num_keys[block.name] = num_keys
-                else:
-                    del self._num_keys[block.name]
-                    removed.append(block.name)
-            elif self._is_hosted(block):
-                hosted.append(block.name)
+            for name in block.names if block.before else (block.name,):
+                if name not in self._num_keys:
+                    removed.append(name)
+                elif self._is_hosted(name):
+                    hosted.append(name)
         while len(self._left) > _NUM_LEFT:
             self._left.popitem(last=False)
         self._counts.removed += len(removed)
         return PlacedBlocks(hosted=b"".join(hosted), removed=b"".join(removed))
 
     def _put(self, block: _Block, tiers: int) -> None:
-        """Set the tiers of a block, and count those without a copy on the device."""
-        was_hosted = bool(block.tiers) and not block.tiers & self._device
+        """Set the tiers of a block, and count its names by place."""
+        before, device = block.tiers, self._device
+        num_keys = bool(tiers) - bool(before)
+        num_off_device = (tiers != 0 and not tiers & device) - (before != 0 and not before & device)
         block.tiers = tiers
-        self.num_hosted += (bool(tiers) and not tiers & self._device) - was_hosted
+        if not (num_off_device or self._num_off_device or block.before):  # an engine with one tier
+            if num := self._num_keys.get(block.name, 0) + num_keys:
+                self._num_keys[block.name] = num
+            else:
+                del self._num_keys[block.name]
+            return
+        for name in block.names:
+            was_hosted = self._is_hosted(name)
+            _count(self._num_keys, name, num_keys)
+            _count(self._num_off_device, name, num_off_device)
+            self.num_hosted += self._is_hosted(name) - was_hosted
 
-    def _is_hosted(self, block: _Block) -> bool:
-        """Return whether a block has to be copied to the device. A further block of its name may be there."""
-        return not block.tiers & self._device and self._num_keys.get(block.name, 1) == 1
+    def _is_hosted(self, name: bytes) -> bool:
+        """Return whether a block is held and has to be copied to the device: no block of its name is there."""
+        num_off_device = self._num_off_device.get(name, 0)
+        return num_off_device > 0 and num_off_device == self._num_keys[name]
 
     def _give_up(self, fault: str) -> PlacedBlocks:
         self.fault = fault
@@ -280,21 +318,34 @@ class NamedBlocks:
             return 0
         return self._bits.get((medium or _FIRST_TIER).upper(), 0)
 
-    def _follows(self, event: BlockStored) -> bool:
-        """Whether the event describes a prompt, in blocks of the right size. The first such group is followed."""
+    def _follows(self, event: BlockStored, *, is_on_device: bool) -> bool:
+        """Whether the event describes a prompt, in blocks of the right size. The first such group is followed.
+
+        A connector that keeps blocks below the device (LMCache) names no group.
+        """
         num_blocks, counts = len(event.block_hashes), self._counts
         if event.kv_cache_spec_kind not in _WHOLE_PROMPT_KINDS:
             counts.other_group += num_blocks
             return False
         if self._group is None:
             self._group = event.group_idx
-        if event.group_idx != self._group:
+        if event.group_idx != self._group and (is_on_device or event.group_idx is not None):
             counts.other_group += num_blocks
             return False
-        if not event.token_ids:
-            return True
-        self.block_size_seen = event.block_size
-        if event.block_size != self._rules.block_size:
+        return not event.token_ids or self._has_known_size(event, is_on_device=is_on_device)
+
+    def _has_known_size(self, event: BlockStored, *, is_on_device: bool) -> bool:
+        """Whether an event with tokens has blocks of the router's size, or below the device chunks of whole blocks.
+
+        A prompt's last chunk may be smaller. It is left out, because no longer prompt hits it.
+        """
+        num_blocks, size = len(event.block_hashes), self._rules.block_size
+        if is_on_device or event.block_size == size:
+            self.block_size_seen = event.block_size
+        elif event.block_size % size:
+            self._counts.other_size += num_blocks
+            return False
+        if event.block_size != size and (is_on_device or not 0 < event.block_size <= _MOST_IN_CHUNK * size):
             self._leave_out(NamingGap.OTHER_SIZE, num_blocks)
             return False
         if len(event.token_ids) != num_blocks * event.block_size:
@@ -302,14 +353,20 @@ class NamedBlocks:
             return False
         return True
 
-    def _named(self, event: BlockStored) -> list[tuple[BlockKey, _Block]]:
-        """The event's blocks under both names, up to the first that has none."""
-        num_blocks, size = len(event.block_hashes), event.block_size
+    def _named(self, event: BlockStored, *, is_on_device: bool) -> list[tuple[BlockKey, _Block]]:
+        """The event's blocks under both names, up to the first that has none.
+
+        Events of other tiers may lack extra keys (vLLM's offloading does), so a block there that is known from the
+        device keeps its name.
+        """
+        num_blocks, size = len(event.block_hashes), self._rules.block_size
         extras = event.extra_keys or [None] * num_blocks
         chain = self._chain(event, [text_of(extra) for extra in extras[0] or ()])
         if chain is None:
             if event.parent_block_hash in self._outside:
                 self._leave_outside(event.block_hashes)
+            elif not is_on_device:
+                return self._known(event.block_hashes)
             else:
                 self._leave_out(NamingGap.ORPHANED, num_blocks)
             return []
@@ -321,12 +378,17 @@ class NamedBlocks:
         named = []
         for at, theirs in enumerate(event.block_hashes):
             extra_keys = extras[at]
-            if extra_keys and not all(text_of(extra) in explained for extra in extra_keys):
+            is_explained = not extra_keys or all(text_of(extra) in explained for extra in extra_keys)
+            if not is_explained or theirs in self._outside:
                 self._leave_outside(event.block_hashes[at:])
                 break
-            name = block_hash(key, name, tokens[at * size : (at + 1) * size])
-            named.append((theirs, _Block(name, key, 0)))
-            explained = own
+            block = None if is_on_device else self._held.get(theirs) or self._left.get(theirs)
+            if block is None and event.block_size == size:
+                block = _Block(block_hash(key, name, tokens[at * size : (at + 1) * size]), key, 0)
+            elif block is None:
+                block = _chunk(key, name, tokens[at * event.block_size : (at + 1) * event.block_size], size)
+            named.append((theirs, block))
+            name, key, explained = block.name, block.key, own
         return named
 
     def _chain(self, event: BlockStored, texts: list[str | None]) -> _Chain | None:
@@ -349,6 +411,15 @@ class NamedBlocks:
         return found
 
 
+def _chunk(key: bytes, name: bytes, tokens: NDArray[np.int32], block_size: int) -> _Block:
+    """Name the blocks of a chunk behind the block `name`."""
+    names = []
+    for begin in range(0, len(tokens), block_size):
+        name = block_hash(key, name, tokens[begin : begin + block_size])
+        names.append(name)
+    return _Block(name, key, 0, tuple(names[:-1]))
+
+
 def _texts(*texts: str | None) -> tuple[str, ...]:
     """Return the texts that there are."""
     return tuple(text for text in texts if text is not None)
@@ -360,3 +431,11 @@ def _salt(texts: list[str | None], lora_name: str | None) -> str | None:
     if lora_name in others:
         others.remove(lora_name)
     return others[0] if others else None
+
+
+def _count(counts: dict[bytes, int], name: bytes, more: int) -> None:
+    """Add to a count, which is left out where it is zero."""
+    if num := counts.get(name, 0) + more:
+        counts[name] = num
+    else:
+        counts.pop(name, None)

@@ -67,7 +67,9 @@ def build_spread_rank(
         send(ExpertsPlaced(device.placed))
         device.moves.on_moved = lambda version, num_bytes: send(LayerMoving(version, num_bytes))
         device.moves.on_settled = lambda settled: send(LayerSettled(settled))
-    rank = build_lock_step_rank(scheduler_settings(spec, info), device, lambda step: send(WakeGroup(step)))
+    rank = build_lock_step_rank(
+        scheduler_settings(spec, info), device, lambda step: send(WakeGroup(step)), info.host_block_ns
+    )
     device.network.on_exchanged = rank.forget_cache
     return rank, info
 

@@ -203,14 +203,16 @@ class AnswerView {
     const at = share => sorted.length ? sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))] : null;
     const seconds = (this.lastAt - this.firstAt) / 1000;
     const num = this.usage?.completion_tokens ?? this.numTokens;
-    const prompt = this.usage?.prompt_tokens, cached = this.usage?.prompt_tokens_details?.cached_tokens;
+    const { prompt_tokens: prompt, prompt_tokens_details: tiers } = this.usage ?? {};
+    const cached = tiers?.cached_tokens ? `, ${count(tiers.cached_tokens)} cached` : "";
+    const copied = tiers?.host_cached_tokens ? `, ${count(tiers.host_cached_tokens)} of them from host memory` : "";
     const items = [
       item("TTFT", duration(this.firstAt === undefined ? null : (this.firstAt - this.sentAt) / 1000)),
       item("ITL", `${duration(at(0.5))}, P95 ${duration(at(0.95))}`),
       item("tokens/s", decimal(seconds > 0 ? (num - this.numFirst) / seconds : null)),
       item("tokens", count(num)),
     ];
-    if (prompt !== undefined) items.push(item("prompt", cached ? `${count(prompt)}, ${count(cached)} cached` : count(prompt)));
+    if (prompt !== undefined) items.push(item("prompt", `${count(prompt)}${cached}${copied}`));
     if (this.ending) items.push(item("end", this.ending));
     if (this.engine) items.push(item("engine", this.reason ? `${this.engine}: ${this.reason}` : this.engine, "why"));
     if (this.engine && this.requestId) items.push(item("request", this.requestId, "why"));

@@ -150,7 +150,7 @@ function table(attempt, promptTokens) {
     return made("tr", { class: isChosen ? "chosen" : null },
       made("td", {}, isChosen ? `${each.engine} ✓` : each.engine),
       made("td", {}, each.score === null ? "no score" : made("span", { class: "score" }, made("span", { class: "track" }, fill), scored(attempt, each.score, each.engine))),
-      made("td", { class: "number" }, `${count(each.hit_tokens)} of ${count(promptTokens)}`));
+      made("td", { class: "number" }, `${count(each.hit_tokens)} of ${count(promptTokens)}${each.host_tokens ? `, ${count(each.host_tokens)} in host memory` : ""}`));
   });
   const head = ["Engine", "Score", "Expected hit tokens"].map((name, at) => made("th", { scope: "col", class: at === 2 ? "number" : null }, name));
   return made("table", {}, made("thead", {}, made("tr", {}, ...head)), made("tbody", {}, ...rows));

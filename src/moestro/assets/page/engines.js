@@ -45,7 +45,10 @@ const TILES = [
       const all = h.gained(s => sum(s, prompts), MINUTE_S);
       return [all ? percent(h.gained(s => sum(s, cached), MINUTE_S) / all) : "–", ""];
     },
-    series: h => h.rates(s => sum(s, cached)), detail: () => "of tokens in a minute",
+    series: h => h.rates(s => sum(s, cached)), detail: (_, h) => {
+      const host = h.gained(s => sum(s, e => e.load.num_host_hit_tokens), MINUTE_S);
+      return `of tokens in a minute${host ? `, ${percent(host / h.gained(s => sum(s, prompts), MINUTE_S))} from host memory` : ""}`;
+    },
   },
   {
     name: "KV in use", is: now => [percent(mean(now)), ""], series: h => h.series(mean), most: 1,

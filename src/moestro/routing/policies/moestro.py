@@ -268,15 +268,8 @@ def _missing_tokens(view: RouteView, new: Scores, answer: float) -> Scores | Non
 class _GroupSteps:
     """What a request adds to the steps of the engines that begin each step together.
 
-    A step of a group of n engines takes as long as that of its longest engine. So the module's score changes for a
-    request with p new tokens on an engine with Q queued tokens and batch B, in a group with W waiting and R decoding
-    requests:
-
-    * Prompts of other engines are computed in the same steps, so it delays only those of its own engine.
-    * The R decodes stand still for max Q tokens, which it makes longer by d = max(0, Q + p - max Q). Other requests use
-      the share m = mean Q / max Q of the room below the longest queue; so much of it lengthens the mean queue by p / n.
-    * A decode step lasts as the largest batch does, which grows by max(B + 1, max B) - max B, for L steps and all R + W
-      requests. B / n is a linear form of the chance that the engine gets the largest batch while the answer lasts.
+    A step of a group takes as long as that of its longest engine. docs/policies.md (Engines that step together) derives
+    the score of a request with p new tokens on an engine with Q queued tokens and batch B.
 
     Args:
         group: int64[n], number of each engine's group; ALONE for an engine without one.

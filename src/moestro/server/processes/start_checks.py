@@ -120,13 +120,27 @@ def _check_memory(settings: ServeSettings, checkpoint: Checkpoint, available: in
     model, num_engines = settings.model, settings.num_engines
     weights = _weight_bytes(checkpoint)
     cache = 0 if model.num_gpu_blocks_override is not None else model.kv_cache_bytes
-    if available is None or num_engines * (weights + cache) <= available:
+    if available is None:
+        return
+    if num_engines * (weights + cache) <= available:
+        _check_host_memory(model.kv_offloading_size, available / num_engines - weights - cache, num_engines)
         return
     flag = "--attention" if settings.stepping.mode == "async" else "--engines"
     raise ConfigError(
         f"{num_engines} engines need {num_engines * (weights + cache) / _GIB:.1f} GiB of memory, each"
         f" {weights / _GIB:.1f} for weights and {cache / _GIB:.1f} for KV, and {available / _GIB:.1f} are free: lower"
         f" {flag}{' or --kv-cache-memory-bytes' if cache else ''}"
+    )
+
+
+def _check_host_memory(wanted_gib: float, free: float, num_engines: int) -> None:
+    """Compare the host memory of each engine on a CPU with `free`, the bytes that its weights and its KV leave."""
+    if wanted_gib * _GIB <= free:
+        return
+    each = f" for each of {num_engines} engines" if num_engines > 1 else ""
+    raise ConfigError(
+        f"--kv-offloading-size {wanted_gib:g} GiB{each} is more than this host has free: beside weights and KV,"
+        f" {free / _GIB:.2f} GiB{each} fit. Give less, or 0 to compute evicted KV again."
     )
 
 

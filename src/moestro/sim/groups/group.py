@@ -72,7 +72,7 @@ _TRIAL_TOKENS = 1024  # of a prompt, in the step whose price per token counts
 
 
 def load_prices(prices: Prices, block_size: int) -> LinearPrices:
-    """Prices by which a rank that steps alone copies a prefix from host memory or computes it again.
+    """Prices by which a rank, beside idle ones, copies a prefix from host memory or computes it again.
 
     A token costs what a step of twice as many tokens takes more: a step reads the weights in any case.
     """
@@ -81,7 +81,8 @@ def load_prices(prices: Prices, block_size: int) -> LinearPrices:
 
 
 def _prompt_ns(prices: Prices, num_tokens: int) -> int:
-    return prices.step_ns([Batch(np.zeros(1, np.int32), np.array([num_tokens], np.int32))])
+    batch = Batch(np.zeros(1, np.int32), np.array([num_tokens], np.int32))
+    return prices.step_ns([batch, *[None] * (prices.num_ranks - 1)])
 
 
 class OneRank:
@@ -318,7 +319,7 @@ class Group:
     def __init__(self, settings: SchedulerSettings, prices: Prices, *, jump: bool = True) -> None:
         self.seats = [FusedSeat(settings) for _ in range(prices.num_ranks)]
         self.steps_together = prices.num_ranks > 1
-        if settings.num_host_blocks and prices.num_ranks == 1:
+        if settings.num_host_blocks:
             for seat in self.seats:
                 seat.rank.scheduler.state.host.prices = load_prices(prices, settings.block_size)
         self.next_ns: int | None = None
