@@ -335,6 +335,7 @@ class Outlet:
         self._next_seq = journal.head_seq + 1
         self._sent_ns: int | None = None  # None means that nothing was sent yet
         self._needs_snapshot = False
+        self._parts: deque[Snapshot] = deque()  # of a snapshot, not sent yet
 
     def wanted(self, want: Want) -> None:
         """Take in what the peer lacks."""
@@ -346,19 +347,30 @@ class Outlet:
             self._next_seq = min(self._next_seq, want.from_seq)
 
     def due(self, now_ns: int) -> Iterator[Message]:
-        """Yield the messages that are to be sent now, each before the next is made."""
+        """Yield all messages that are to be sent now."""
+        while (message := self.next_due(now_ns)) is not None:
+            yield message
+
+    def next_due(self, now_ns: int) -> Message | None:
+        """Return the next message that is to be sent now; None if there is none.
+
+        The journal may have moved on since the last one, whose sending takes as long as the peer is slow.
+        """
         journal = self._journal
         if self._needs_snapshot or not journal.keeps(self._next_seq):
             self._needs_snapshot = False
             self._next_seq = journal.head_seq + 1
+            self._parts = deque(journal.snapshot(now_ns))
+        if self._parts:
             self._sent_ns = now_ns
-            yield from journal.snapshot(now_ns)
+            return msgspec.structs.replace(self._parts.popleft(), now_ns=now_ns)
         is_due = self._sent_ns is None or now_ns - self._sent_ns >= self._beat_ns
-        while self._next_seq <= journal.head_seq or is_due:
-            batch = journal.batch(self._next_seq, now_ns)
-            self._next_seq += len(batch.operations)
-            self._sent_ns, is_due = now_ns, False
-            yield batch
+        if self._next_seq > journal.head_seq and not is_due:
+            return None
+        batch = journal.batch(self._next_seq, now_ns)
+        self._next_seq += len(batch.operations)
+        self._sent_ns = now_ns
+        return batch
 
 
 def _short(name: str | None) -> str | None:
