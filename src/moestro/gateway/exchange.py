@@ -244,7 +244,7 @@ class Exchange:
 
     def give_up_engine(self) -> bool:
         """Take the request from its engine if no byte of its answer has left, and return whether it was taken."""
-        if self._stage not in (_CONNECTING, _WAITING):
+        if self._stage not in (_CONNECTING, _WAITING) or self._client.has_begun:
             return False
         self._release_engine(completed=False)
         self._end_in_router({})
@@ -681,6 +681,8 @@ class Exchange:
         if self._engine is not None and self._decision is not None and self._request is not None:
             count_hits(self._engine, self._request, self._decision, usage)
         self._end_in_router(usage)
+        if self._shared.queue is not None:
+            self._shared.queue.ended(self._incoming.request_id, usage.get(b"completion_tokens", 0))
         self._shared.decision_log.ended(self._incoming.request_id, status, usage)
         if self._spans is not None:
             tenant = None if self._request is None else self._request.tenant
@@ -693,7 +695,7 @@ class Exchange:
                 self._request.request_id, time.monotonic_ns(), usage.get(b"completion_tokens"), *cached_shares(usage)
             )
             if self._shared.queue is not None:
-                self._shared.queue.ended(self._request.request_id, usage.get(b"completion_tokens", 0))
+                self._shared.queue.left_engine(self._request.request_id)
 
 
 def _unavailable(cause: str) -> GenerationError:
