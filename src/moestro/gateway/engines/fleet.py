@@ -517,6 +517,9 @@ class Fleet:
         is_well = any(engine.condition in _IN_ROTATION for engine in before)
         is_draining = bool(before) and all(engine.health.is_draining for engine in before)
         address.engines = [kept.get(rank) or self._add_engine(address, rank, at) for at, rank in enumerate(wanted)]
+        for at, engine in enumerate(address.engines):
+            if engine.rank is not None and engine.head.rank != at:
+                engine.head = replace(engine.head, rank=at)
         for engine in before:
             if engine not in address.engines:
                 self._remove_engine(engine)
