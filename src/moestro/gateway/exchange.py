@@ -268,13 +268,15 @@ class Exchange:
 
     def client_is_slow(self) -> None:
         """Stop reading from the engine. From now on, the client's write timeout applies."""
-        self.deadline_s = float("inf")
+        self.deadline_s = self._idle_s = float("inf")
         if self._connection is not None:
             self._connection.pause()
 
     def client_is_ready(self) -> None:
         """Read from the engine again."""
-        self.deadline_s = time.monotonic() + self._shared.rules.idle_s
+        self._idle_s = self._shared.rules.idle_s
+        if self._stage == _ANSWERING:
+            self.deadline_s = time.monotonic() + self._idle_s
         if self._connection is not None:
             self._connection.resume()
 
@@ -582,6 +584,8 @@ class Exchange:
         """Note the first bytes of a continuation."""
         self._stage, self._num_lost, self._is_success = _ANSWERING, 0, True
         engine.num_streaming += 1
+        if self._client.is_slow and self._connection is not None:
+            self._connection.pause()
         if self._request is not None:
             self._shared.fleet.router.first_token(self._request.request_id, now_ns)
             if self._shared.queue is not None:
