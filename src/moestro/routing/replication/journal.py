@@ -27,7 +27,7 @@ MAX_BLOCKS = 4096  # leading blocks of a prompt that peers learn
 MAX_HISTORY_PROMPTS = 256  # of one part
 MAX_HISTORY_BYTES = 256 << 10  # of block names in one part, apart from those of its last prompt
 MAX_HISTORY_BLOCKS = 1 << 15  # of one prompt; a longer one is left out
-MAX_NAME = 256  # characters of a session, a user or a router; longer sessions and users stay unknown to peers
+MAX_NAME = 256  # characters of a router's name; bytes of a session's or a user's, longer ones stay unknown to peers
 _MAX_URL = 2048
 
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
@@ -374,8 +374,12 @@ class Outlet:
 
 
 def _short(name: str | None) -> str | None:
-    """Return the name of a session or a user, or None if it is too long for peers."""
-    return name if name is not None and len(name) <= MAX_NAME else None
+    """Return the name of a session or a user, or None if it is too long for peers.
+
+    With four bytes for each character, the names of 512 requests would be more than one message may have.
+    """
+    is_short = name is not None and len(name) <= MAX_NAME and len(name.encode()) <= MAX_NAME
+    return name if is_short else None
 
 
 def _bytes_of(operation: Operation) -> int:
