@@ -302,6 +302,31 @@ async def test_requests_of_a_router_that_dies_stop_counting_and_count_again_when
 
 
 @looped
+async def test_a_router_with_two_addresses_gets_each_operation_once():
+    """So have the workers of a machine whose own address is among those of a --peer."""
+    engine = FakeEngine("a")
+    await engine.start()
+    listeners = [bound_socket("0.0.0.0", 0) for _ in range(2)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    addresses = tuple(f"http://127.0.0.{host}:{port}" for port in ports for host in (1, 2))
+    given = {"engine": (f"a=http://127.0.0.1:{engine.port}",), "peer": addresses}
+    async with (
+        rig(**given, peer_name="one") as one,
+        one.app.peers.running(listeners[0]),
+        rig(**given, peer_name="two") as two,
+        two.app.peers.running(listeners[1]),
+    ):
+        for it in (one, two):
+            await it.app.peers.catch_up(PATIENCE_S)
+            assert it.app.peers.num_links == 1
+        for _ in range(5):
+            await one.call(body=body())
+        await two.until(lambda: two.app.peers.replica.counts.num_operations >= 15)
+        assert two.app.peers.replica.counts.num_repeated == 0
+    engine.die()
+
+
+@looped
 async def test_a_name_that_cannot_be_resolved_keeps_the_routers_that_it_stood_for(monkeypatch):
     monkeypatch.setattr(peers, "_RESOLVE_S", 0.01)
     resolved, num_failed = peers._resolved, 0

@@ -594,6 +594,10 @@ class PeerExchange:
                 channel = await dial(self._identity, host, port, tls)
                 pause_s = _AGAIN_S
                 self._tried(host, port)
+                if any(link.channel.peer == channel.peer for link in self._links):
+                    channel.close()  # Another address of this router is connected, and gets all operations.
+                    await asyncio.sleep(_RESOLVE_S)
+                    continue
                 await self._publish(channel)
             except PeerRefusedError as error:
                 self._tried(host, port)
