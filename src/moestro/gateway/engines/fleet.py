@@ -517,6 +517,9 @@ class Fleet:
         is_well = any(engine.condition in _IN_ROTATION for engine in before)
         is_draining = bool(before) and all(engine.health.is_draining for engine in before)
         address.engines = [kept.get(rank) or self._add_engine(address, rank, at) for at, rank in enumerate(wanted)]
+        for at, engine in enumerate(address.engines):
+            if engine.rank is not None and engine.head.rank != at:
+                engine.head = replace(engine.head, rank=at)
         for engine in before:
             if engine not in address.engines:
                 self._remove_engine(engine)
@@ -721,25 +724,31 @@ class Fleet:
         """Number of engines that get requests."""
         return self.router.num_routable
 
+    def open_to(self, bounds: RouteBounds, now_ns: int) -> list[int]:
+        """Return the rows of the engines that a request may go to, full or not; empty if there is none.
+
+        An engine that may hang, and one that has refused this client, is left out where any other is left.
+        """
+        lacking = self.models.excluded(bounds.model)
+        left = [
+            row
+            for row in self._by_row
+            if self.router.is_routable(row) and row not in bounds.tried and row not in lacking
+        ]
+        left = [row for row in left if row not in self._suspected] or left
+        # An engine that has refused this client is the last resort: it refuses again in its own words, or serves.
+        return [row for row in left if not self._is_paused(row, bounds.client, now_ns)] or left
+
     def _excluded(self, bounds: RouteBounds, now_ns: int) -> list[int]:
         """Return the rows in rotation that must not get this request."""
-        lacking = self.models.excluded(bounds.model)
-        in_rotation = [row for row in self._by_row if self.router.is_routable(row)]
-        excluded = [row for row in in_rotation if row in bounds.tried or row in lacking or row in bounds.full]
-        left = [row for row in in_rotation if row not in excluded]
-        if trusted := [row for row in left if row not in self._suspected]:
-            excluded += [row for row in left if row in self._suspected]
-            left = trusted
-        # An engine that has refused this client is the last resort: it refuses again in its own words, or serves.
-        calm = [row for row in left if not self._is_paused(row, bounds.client, now_ns)]
-        if calm and len(calm) < len(left):
-            excluded += [row for row in left if row not in calm]
-            left = calm
+        left = self.open_to(bounds, now_ns)
+        left = [row for row in left if row not in bounds.full] or left
         settled = [row for row in left if row not in self._returning]
         if settled and len(settled) < len(left):
             most = max(self.router.load_on(row) for row in settled)
-            excluded += [row for row in left if row in self._returning and not self._has_share(row, most, now_ns)]
-        return excluded
+            left = [row for row in left if row not in self._returning or self._has_share(row, most, now_ns)]
+        kept = set(left)
+        return [row for row in self._by_row if row not in kept and self.router.is_routable(row)]
 
     def _is_paused(self, row: int, client: Hashable, now_ns: int) -> bool:
         return row in self._pausing and self._by_row[row].health.pauses.concern(client, now_ns)
