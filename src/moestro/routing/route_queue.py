@@ -306,7 +306,7 @@ class SaturationRules:
     """
 
     kv_usage: float = 0.95
-    num_waiting: int = 4
+    num_waiting: int = 2
     ttft_ns: int | None = None
 
 
