@@ -317,12 +317,12 @@ async def test_a_router_with_two_addresses_gets_each_operation_once():
         two.app.peers.running(listeners[1]),
     ):
         for it in (one, two):
-            await it.app.peers.catch_up(PATIENCE_S)
-            assert it.app.peers.num_links == 1
+            await it.until(lambda it=it: it.app.peers.num_links == it.app.peers.replica.num_peers == 1)
         for _ in range(5):
             await one.call(body=body())
         await two.until(lambda: two.app.peers.replica.counts.num_operations >= 15)
         assert two.app.peers.replica.counts.num_repeated == 0
+        assert one.app.peers.num_links == two.app.peers.num_links == 1
     engine.die()
 
 
