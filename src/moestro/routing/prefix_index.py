@@ -507,7 +507,9 @@ class PrefixIndex:
         """
         self._forget_recent(engine)
         row = self._engines[engine]
-        for prompt in reversed(row.prompts) if row.num_device_blocks is not None else ():
+        if row.num_device_blocks is None:
+            return
+        for prompt in reversed(row.prompts):
             last = self._recent.add(engine, prompt.hashes())
             if last is None:
                 continue
