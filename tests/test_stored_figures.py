@@ -52,7 +52,7 @@ def span(values: list[float]) -> str:
 
 def router_cpu() -> str:
     """Medians of CPU time for a small body: `moestro route` under its default policy over each peer."""
-    of = stored("routing/router_overhead_small.json")["summary"]["small"]
+    of = stored("routing/router_overhead.json")["summary"]["small"]
     peers = ("smg 1.13.0", "sglang-router 0.3.2", "vllm-router 0.1.17")
     ours = of["moestro route, moestro"]["cpu_us"]["median"]
     return ", ".join(f"{ours / of[peer]['cpu_us']['median']:.2f}" for peer in peers)
@@ -381,25 +381,6 @@ def change_of(result: str, figure: str, other: str, /, **cell: object) -> float:
     return 100 * (ours / theirs - 1)
 
 
-def group_changes(result: str, load: str, share: str) -> list[str]:
-    """By figure, the changes against `moestro` without the group, `lmetric` and `least_loaded`."""
-    others = ("moestro, engines alone", "lmetric", "least_loaded")
-    cell = {"load": load, "share": share}
-    return [", ".join(f"{change_of(result, figure, other, **cell):+.0f}" for other in others) for figure in JUDGED]
-
-
-def unlike_changes(load: str, share: float, policy: str) -> list[str]:
-    """Changes by learned or configured speeds: of the mean TTFT also the least and the most of a seed."""
-    result = "unlike_engines_agents" if load == "coding_agent" else "unlike_engines"
-    cell, known = {"fleet": "8 slow, 4 fast", "load": load, "share": share}, {"policy": "moestro, not learnt"}
-    ratio = lambda figure, **seed: (  # noqa: E731
-        mean_of(result, figure, policy=policy, **cell, **seed) / mean_of(result, figure, **known, **cell, **seed)
-    )
-    by_seed = [100 * (ratio(JUDGED[0], seed=seed) - 1) for seed in range(5)]
-    mean, *others = (f"{100 * (ratio(figure) - 1):+.0f}" for figure in JUDGED)
-    return [mean, f"{min(by_seed):+.0f}", f"{max(by_seed):+.0f}", *others]
-
-
 def equal_changes() -> list[str]:
     """The largest changes by learned speeds among equal engines, of the mean TTFT and of the other figures."""
     cells = [
@@ -415,19 +396,6 @@ def equal_changes() -> list[str]:
         for result, load, share in cells
     ]
     return [f"{math.ceil(max(row[0] for row in changes))}", f"{math.ceil(max(max(row[1:]) for row in changes))}"]
-
-
-def at_overload(result: str, load: str, share: float) -> list[str]:
-    """TTFT mean and P99 in seconds, and hits, of `moestro`, `lmetric` and `least_loaded`."""
-    cells = []
-    for policy in ("moestro", "lmetric", "least_loaded"):
-        mean_s, p99_s, hits = (
-            mean_of(result, figure, load=load, share=share, policy=policy)
-            for figure in ("ttft_mean_ms", "ttft_p99_ms", "hit_ratio")
-        )
-        p99 = f"{p99_s / 1e3:.1f}" if p99_s >= 1e4 else f"{p99_s / 1e3:.2f}"
-        cells.append(f"{mean_s / 1e3:.2f}, {p99}; {hits:.0%}".replace("%", " %"))
-    return cells
 
 
 def preble_waits() -> list[str]:
@@ -526,31 +494,7 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "1 to 256 sequences take {} to {} µs": lambda: loops("asleep")[::3],
     },
     "policies.md": {
-        **{
-            f"| `{load}`, {runs}{share[:-1]} % | {{}} | {{}} | {{}} | {{}} |":
-            partial(group_changes, result, load, share)
-            for result, load, runs, shares in (
-                ("step_groups", "chat", "", ("100%", "120%")),
-                ("step_groups", "tool_agent", "", ("75%", "120%")),
-                ("step_groups_agents", "coding_agent", "", ("50%",)),
-                ("step_groups_chat", "chat", "600 requests, ", ("75%", "100%", "120%")),
-                ("step_groups_long", "chat", "1,200 requests, ", ("55%", "65%")),
-            )
-            for share in shares
-        },
-        **{
-            f"| `{load}` at {share:.0%} | {speeds} | {{}} ({{}} to {{}}) | {{}} | {{}} | {{}} |".replace("%", " %"):
-            partial(unlike_changes, load, share, policy)
-            for load in ("chat", "tool_agent", "coding_agent")
-            for share in (0.5, 0.9)
-            for speeds, policy in (("learned", "moestro"), ("configured", "moestro, configured"))
-        },
         "learning changes no mean TTFT by more than {} %, and no other figure by more than {} %.": equal_changes,
-        "| `coding_agent` at 110 % | {} | {} | {} |": partial(at_overload, "overload", "coding_agent", 1.1),
-        "| `coding_agent` at 120 % | {} | {} | {} |": partial(at_overload, "overload", "coding_agent", 1.2),
-        "(../bench/results/simulator/overload_tools.json)) | {} | {} | {} |": partial(
-            at_overload, "overload_tools", "tool_agent", 1.2
-        ),
         "has a mean TTFT of {} s and a P99 of {} s, where `moestro` has {} and {}:": lambda: preble_waits()[:4],
         "do not help (at 1.25, {} and {} s)": lambda: preble_waits()[4:],
         "with live KV of {} times its memory:\n"

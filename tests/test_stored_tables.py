@@ -411,37 +411,6 @@ def overload() -> Rows:
 # route.md
 
 
-def router_costs() -> Rows:
-    systems = (
-        "bytes passed on", "moestro route, least_loaded", "moestro route, moestro", "moestro route, moestro, exact",
-        "sglang-router 0.3.2", "smg 1.13.0", "vllm-router 0.1.17",
-    )  # fmt: skip
-    for stream, (name, case, shown) in product(
-        ("", ", stream"), (("router_overhead_small", "small", "2.4 kB"), ("router_overhead", "32 kB", "32 kB"))
-    ):
-        found = stored(f"routing/{name}.json")["summary"][case + stream]
-        title = f"| {shown}{', streamed' if stream else ''} |"
-        spreads = (of_rounds(found[system]["cpu_us"], to="–") for system in systems)  # noqa: RUF001 (as on the page)
-        yield f"{title} {' | '.join(spreads)} |"
-        added = (f"{found[system]['added_first_byte_p50_ms']:.2f}" for system in systems)
-        yield f"{title} {' | '.join(added)} |"
-
-
-def router_queue() -> Rows:
-    rows = stored("simulator/router_queue.json")["rows"]
-    names = {
-        "no queue": "no queue",
-        "queue, fcfs": "`--queue-policy fcfs`",
-        "queue, qllm": "`--queue-policy qllm`, or `edf`",
-        "no queue, engines order by qllm": "no queue, engines that order by `qllm`",
-    }
-    assert rows["queue, qllm"] == rows["queue, edf"]
-    for name, shown in names.items():
-        figures = {figure: spread["median"] for figure, spread in rows[name].items()}
-        urgent = f"{figures['urgent_ttft_mean_s']:.1f}, {figures['urgent_ttft_p99_s']:.1f}"
-        yield f"| {shown} | {urgent} | {figures['best_effort_ttft_mean_s']:.1f} | {figures['tokens_per_s']:,.0f} |"
-
-
 def several_routers() -> Rows:
     for policy, delays in stored("simulator/routers.json")["over_one_router"]["chat"].items():
         figures = (
@@ -591,7 +560,7 @@ TABLES: dict[str, tuple[Callable[[], Rows], ...]] = {
     "docs/modes.md": (map_of_modes, gains_of_modes),
     "docs/placement.md": (sources, drift_in_short),
     "docs/policies.md": (session_pauses, unlike_engines, step_groups, overload),
-    "docs/route.md": (router_costs, router_queue, several_routers),
+    "docs/route.md": (several_routers,),
     "docs/simulator.md": (simulator_speed, recorded_vllm, own_server, host_memory),
     "docs/repro.md": (qllm_shares, gimbal_waits),
     "docs/flow.md": (preemption_with_equal_places,),
