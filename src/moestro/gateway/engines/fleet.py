@@ -599,10 +599,8 @@ class Fleet:
     def _remove_engine(self, engine: RoutedEngine) -> None:
         del self._by_row[engine.row]
         del self._rows[engine.url]
-        self._returning.discard(engine.row)
-        self._pausing.discard(engine.row)
-        self._suspected.discard(engine.row)
-        self._resting.discard(engine.row)
+        for rows in (self._returning, self._pausing, self._suspected, self._resting):
+            rows.discard(engine.row)
         self.router.remove_engine(engine.row, self._now_ns())
         self.models.forget(engine.row)
 
@@ -653,29 +651,25 @@ class Fleet:
         self.look(engine, self._now_ns())
 
     def sweep(self, now_ns: int) -> Iterator[EngineAddress]:
-        """Update what time alone may change, several times a second, and yield the servers that do not rest.
+        """Update what time alone may change, several times a second, and yield the servers that it has looked at.
 
-        Of those that rest, each call looks at a part.
+        It looks at those that rest in turns.
         """
         self._num_sweeps += 1
-        part, resting = self._num_sweeps % _SWEEPS_OF_RESTING, self._resting
-        for number, address in enumerate(self.addresses):
-            if number % _SWEEPS_OF_RESTING != part and all(engine.row in resting for engine in address.engines):
+        for turn, address in enumerate(self.addresses, self._num_sweeps):
+            if turn % _SWEEPS_OF_RESTING and all(engine.row in self._resting for engine in address.engines):
                 continue
             address.pool.sweep(now_ns * 1e-9)
             for engine in address.engines:
-                self._sweep(engine, now_ns)
+                row = engine.row
+                is_well = engine.condition is Condition.UP and not address.life.num_missed
+                is_idle = not engine.last_byte_ns and not self.router.num_in_flight_on(row)
+                is_settled = row not in self._returning and row not in self._pausing
+                if is_well and is_idle and is_settled and engine.health.rests(now_ns):
+                    self._resting.add(row)
+                else:
+                    self.look(engine, now_ns)
             yield address
-
-    def _sweep(self, engine: RoutedEngine, now_ns: int) -> None:
-        row = engine.row
-        is_well = engine.condition is Condition.UP and not engine.address.life.num_missed
-        is_idle = not engine.last_byte_ns and not self.router.num_in_flight_on(row)
-        is_settled = row not in self._returning and row not in self._pausing
-        if is_well and is_idle and is_settled and engine.health.rests(now_ns):
-            self._resting.add(row)
-        else:
-            self.look(engine, now_ns)
 
     def look(self, engine: RoutedEngine, now_ns: int) -> None:
         """Update the condition of `engine`, and take it into rotation or out of it."""
