@@ -177,6 +177,19 @@ def test_no_room_but_model_loads_torch(room, rooms_that_load_torch):
     assert room not in rooms_that_load_torch
 
 
+def test_a_simulation_loads_neither_a_command_line_nor_a_server_nor_live_placement():
+    code = """
+import sys
+from moestro.sim import verb
+from moestro.sim.settings import PolicySettings, SimEngineSettings
+PolicySettings(), SimEngineSettings()
+heavy = {"cyclopts", "moestro.config.serve_settings", "moestro.placement.live", "moestro.placement.search"}
+print(*heavy & sys.modules.keys())
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == []
+
+
 def test_nothing_unpickles_or_evaluates():
     banned = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
     for path in files():

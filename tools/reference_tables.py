@@ -36,7 +36,7 @@ from lmetric_tables import ages_table, capacities_table, latencies_table, worse_
 from metric_tables import kv_event_metrics, own_metrics, route_metrics, shadow_metrics, shared_metrics
 from mutants import stored_table
 from repro_tables import amoe_throughputs, claims_of_paper, setup_of_paper
-from routing_tables import loads_table
+from routing_tables import costs_table, loads_table, queue_table, ranks_table, simulated_queue_table
 from scope_tables import refused_fields, vllm_flags
 from stored_results import results_table
 
@@ -104,6 +104,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "accuracy of predictions": accuracy_table,
     "estimates of calibrate": estimates_table,
     "policies before vLLM": loads_table,
+    "costs of routers": costs_table,
+    "simulated queue": simulated_queue_table,
+    "queue before vLLM": queue_table,
+    "ranks of vLLM": ranks_table,
     "stored results": results_table,
 }
 

@@ -1,4 +1,4 @@
-"""Tables of docs/route.md from the stored results of real vLLM servers behind the router."""
+"""Tables of docs/route.md: what the router costs, and what it does before real vLLM servers and simulated ones."""
 
 from __future__ import annotations
 
@@ -35,3 +35,87 @@ def loads_table() -> str:
     ]
     found = _table(columns, rows)
     return "\n".join([*found, "", f"Pairs of policies whose simulated order is the measured one: {', '.join(equal)}."])
+
+
+def costs_table() -> str:
+    """Processor time of a request and time added to its first byte, of this router and of its peers."""
+    found = json.loads((RESULTS / "router_overhead.json").read_text())["summary"]
+    cases = {
+        "small": "2.4 kB",
+        "32 kB": "32 kB",
+        "small, stream": "2.4 kB, streamed",
+        "32 kB, stream": "32 kB, streamed",
+    }
+    ours = {"moestro route, least_loaded": "`least_loaded`", "moestro route, moestro": "`moestro`"}
+    ours["moestro route, moestro, exact"] = "`moestro`, exact"
+    systems = sorted(found["small"].keys() - {"direct"}, key=lambda name: ("bytes" not in name, name not in ours, name))
+    rows = []
+    for case, title in cases.items():
+        of = (found[case][system]["cpu_us"] for system in systems)
+        rows.append([title, *(f"{each['median']:,.0f} ({each['min']:,.0f} to {each['max']:,.0f})" for each in of)])
+    rows.append(["**first byte, ms added**", *[""] * len(systems)])
+    for case, title in cases.items():
+        rows.append([title, *(f"{found[case][system]['added_first_byte_p50_ms']:.2f}" for system in systems)])
+    return "\n".join(_table(["µs of CPU a request", *(ours.get(system, system) for system in systems)], rows))
+
+
+def simulated_queue_table() -> str:
+    """Latencies of both classes before overloaded simulated engines, and the ratios to a router without a queue."""
+    stored = json.loads((RESULTS.parent / "simulator" / "router_queue.json").read_text())
+    columns = ["", "TTFT of `ls`, mean and P99, s", "over no queue", "of `be`, mean, s", "tokens/s over no queue"]
+    rows = []
+    for row, found in stored["rows"].items():
+        at = {name: f"{spread['median']:.1f}" for name, spread in found.items()}
+        over = stored["over_no_queue"][row]
+        ttft_s = f"{at['urgent_ttft_mean_s']}, {at['urgent_ttft_p99_s']}"
+        ratios = _spread(over["urgent_ttft_mean_s"]), _spread(over["tokens_per_s"])
+        rows.append([row, ttft_s, ratios[0], at["best_effort_ttft_mean_s"], ratios[1]])
+    return "\n".join(_table(columns, rows))
+
+
+def queue_table() -> str:
+    """Latencies of both classes before overloaded vLLM servers, and the ratios to a router without a queue."""
+    stored = json.loads((RESULTS / "vllm_queue.json").read_text())
+    columns = [
+        "",
+        "TTFT of `ls`, mean and P99, s",
+        "over no queue",
+        "of `be`, mean and most, s",
+        "tokens/s over no queue",
+    ]
+    rows = []
+    for row, found in stored["rows"].items():
+        over = stored["over_no_queue"][row]
+        at = {name: f"{spread['median']:.2f}" for name, spread in found.items()}
+        rows.append(
+            [
+                row,
+                f"{at['urgent_ttft_mean_s']}, {at['urgent_ttft_p99_s']}",
+                _spread(over["urgent_ttft_mean_s"]),
+                f"{at['best_effort_ttft_mean_s']}, {at['best_effort_ttft_max_s']}",
+                _spread(over["tokens_per_s"]),
+            ]
+        )
+    return "\n".join(_table(columns, rows))
+
+
+def ranks_table() -> str:
+    """Times of routing policies over the ranks of one vLLM server, and of the server's own balancer."""
+    stored = json.loads((RESULTS / "vllm_ranks.json").read_text())
+    columns = [
+        "policy",
+        "mean TTFT, ms",
+        "over round robin",
+        "P99 TTFT over round robin",
+        "TPOT over round robin",
+        "hit ratio",
+    ]
+    rows = []
+    for policy, found in stored["policies"].items():
+        ratios = [
+            _spread(found[f"{name}_over_round_robin"]) for name in ("ttft_mean_ms", "ttft_p99_ms", "tpot_mean_ms")
+        ]
+        name = "vLLM's own balancer" if policy == "vllm" else f"`{policy}`"
+        hits = f"{found['hit_ratio']['median']:.2f}"
+        rows.append([name, f"{found['ttft_mean_ms']['median']:.0f}", *ratios, hits])
+    return "\n".join(_table(columns, rows))

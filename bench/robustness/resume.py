@@ -182,6 +182,7 @@ async def kill_in_turn(engines: list[Engine], num_kills: int) -> None:
     for number in range(num_kills):
         victim = engines[number % len(engines)]
         for engine in engines:
+            await asyncio.to_thread(engine.server.wait_until_healthy, WAIT_S)  # which the router may not know
             await until("moestro:route_engine_ready", engine, 1)
         await until("moestro:route_in_flight", victim, 2)
         await asyncio.sleep(0.3)

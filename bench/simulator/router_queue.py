@@ -37,6 +37,9 @@ ROWS = {
     "queue, fcfs": {"queue_policy": "fcfs"},
     "queue, qllm": {"queue_policy": "qllm"},
     "queue, edf": {"queue_policy": "edf"},
+    "queue, qllm, 1 waits in an engine": {"queue_policy": "qllm", "queue_waiting": 1},
+    "queue, qllm, 4 wait in an engine": {"queue_policy": "qllm", "queue_waiting": 4},
+    "queue, qllm, engines order by qllm": {"queue_policy": "qllm", "scheduling_policy": "qllm"},
     "no queue, engines order by qllm": {"scheduling_policy": "qllm"},
 }
 

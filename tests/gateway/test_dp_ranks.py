@@ -234,6 +234,17 @@ class TestAuto:
             assert set(vllm.ranks) == {"0", "1"}
 
     @looped
+    async def test_a_rank_whose_place_changes_is_named_by_the_new_one(self):
+        vllm = server(0.1, 0.2, first=2)
+        async with rig(vllm, dp_ranks="auto", **QUICK_FIGURES, route_policy="round_robin") as it:
+            await until_names(it, "v@2", "v@3")
+            vllm.metrics = vllm_figures(0.1, 0.2, first=3)  # started again, as another part of the group
+            await until_names(it, "v@3", "v@4")
+            for _ in range(2):
+                await it.call()
+            assert set(vllm.ranks) == {"0", "1"}
+
+    @looped
     async def test_sglang_without_figures_shows_its_size_in_the_server_info(self):
         sglang = server()
         sglang.server_info = {"dp_size": 2, "tp_size": 4}

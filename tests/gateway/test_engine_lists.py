@@ -71,13 +71,19 @@ def test_number_of_absent_engines_is_bounded():
     assert lists.num_absent == 2
 
 
-def test_removal_by_the_operator_holds_until_the_list_forgets_the_engine():
-    lists = EngineLists()
-    lists.replace("file", [entry(A)], 0)
-    assert kinds(lists.remove("a", 0)) == [("remove", "a")]
-    assert kinds(lists.replace("file", [entry(A), entry(B)], 0)) == [("add", "b")]
+def test_removal_by_the_operator_holds_until_he_adds_the_engine_again():
+    lists, removed = EngineLists(), {"a"}
+    lists.removed = lambda: removed
+    assert kinds(lists.replace("file", [entry(A), entry(B)], 0)) == [("add", "b")], "it was removed before it is listed"
+    assert lists.ignored == ("a=http://h:1 of file: the operator has removed it",)
     assert kinds(lists.replace("file", [entry(B)], 0)) == []
-    assert kinds(lists.replace("file", [entry(A), entry(B)], 0)) == [("add", "a")]
+    assert kinds(lists.replace("file", [entry(A), entry(B)], 0)) == []
+    removed.add("b")
+    assert kinds(lists.remove("b", 0)) == [("remove", "b")]
+    assert kinds(lists.replace("dns", [entry(B)], 0)) == []
+    assert kinds(lists.add(entry(A), 0)) == [("add", "a")]
+    removed.clear()
+    assert kinds(lists.replace("file", [entry(A), entry(B)], 0)) == [("add", "b")]
     assert lists.remove("unknown", 0) == []
 
 
@@ -88,6 +94,7 @@ def test_operators_engine_hides_a_listed_one_and_cannot_be_added_twice():
         lists.add(entry("c=http://h:1"), 0)
     assert kinds(lists.replace("file", [entry("a=http://h:5"), entry("c=http://h:1")], 0)) == []
     assert len(lists.ignored) == 2
+    lists.removed = lambda: {"a"}
     assert kinds(lists.remove("a", 0)) == [("remove", "a"), ("add", "c")]
 
 
@@ -104,6 +111,8 @@ def test_engine_that_two_sources_list_stays_until_both_forget_it():
 def test_applied_changes_always_give_the_listed_engines(seed):
     """Whatever the lists do, the changes are possible in their order, and end with the engines that are wanted."""
     rng, lists, now_ns = random.Random(seed), EngineLists(KeepRules(keep_ns=30, max_kept=3)), 0
+    removed: set[str] = set()
+    lists.removed = lambda: removed
     present: dict[str, EngineEntry] = {}
     absent: dict[str, EngineEntry] = {}
     for _ in range(300):
@@ -114,10 +123,12 @@ def test_applied_changes_always_give_the_listed_engines(seed):
             case 0:
                 changes = lists.expire(now_ns)
             case 1:
-                changes = lists.remove(rng.choice("abcdef"), now_ns)
+                removed.add(name := rng.choice("abcdef"))
+                changes = lists.remove(name, now_ns)
             case 2 if absent:
                 changes = lists.lost(rng.choice(sorted(absent)))
             case _:
+                removed -= {rng.choice("abcdef")}
                 changes = lists.replace(rng.choice(SOURCES), list(places.values()), now_ns)
         for kind, each in changes:
             if kind is ChangeKind.ADD:

@@ -25,6 +25,9 @@ class FakePool:
 
     arrived_ns = 0
 
+    def sweep(self, now_s: float) -> None:
+        pass
+
 
 def router(num_engines: int = 1, **settings: object) -> tuple[RouterApp, list[RoutedEngine]]:
     """A router before engines that have passed a health check, without tasks."""
@@ -59,10 +62,10 @@ def send(app: RouterApp, now_ns: int) -> None:
 def test_a_sweep_passes_over_engines_that_are_up_and_rest(monkeypatch):
     app, [engine] = router()
     looks = looks_at(monkeypatch, app)
-    app.shared.fleet.sweep(engine, T + S)
+    list(app.shared.fleet.sweep(T + S))
     assert not looks
     send(app, T + S)
-    app.shared.fleet.sweep(engine, T + S)
+    list(app.shared.fleet.sweep(T + S))
     assert looks == [engine]
 
 
@@ -84,8 +87,23 @@ def test_a_sweep_looks_at_engines_that_time_may_change(monkeypatch, change):
     else:
         engine.condition = Condition.DOWN
     looks = looks_at(monkeypatch, app)
-    app.shared.fleet.sweep(engine, T + S)
+    list(app.shared.fleet.sweep(T + S))
     assert looks == [engine]
+
+
+def test_engines_that_rest_are_swept_in_turns_until_something_happens_to_them():
+    app, engines = router(100)
+    fleet = app.shared.fleet
+    assert len(list(fleet.sweep(T))) == 100
+    turns = [list(fleet.sweep(T + at)) for at in range(4)]
+    assert sorted(address.name for turn in turns for address in turn) == sorted(each.address.name for each in engines)
+    send(app, T + S)
+    busy = next(engine for engine in engines if fleet.router.num_in_flight_on(engine.row))
+    fleet.look(engines[-1], T + S)
+    for at in range(4):
+        swept = [address.name for address in fleet.sweep(T + S + at)]
+        assert busy.address.name in swept
+        assert at or engines[-1].address.name in swept
 
 
 def test_an_engine_that_has_rested_for_long_has_all_its_time_for_the_first_request():
@@ -93,12 +111,12 @@ def test_an_engine_that_has_rested_for_long_has_all_its_time_for_the_first_reque
     fleet = app.shared.fleet
     engine.health.counted(1.0, 0, T)
     for at in range(1, 100):
-        fleet.sweep(engine, T + at * S)
+        list(fleet.sweep(T + at * S))
     engine.health.counted(1.0, 0, T + 99 * S)
     send(app, T + 99 * S)
-    fleet.sweep(engine, T + 100 * S)
+    list(fleet.sweep(T + 100 * S))
     assert engine.condition is Condition.UP
-    fleet.sweep(engine, T + 103 * S)
+    list(fleet.sweep(T + 103 * S))
     assert engine.condition is Condition.UP
 
 

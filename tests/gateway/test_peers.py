@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import os
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ from support.running import PATIENCE_S
 
 from moestro.cli.recorded.explain import _attempt_lines
 from moestro.errors import ConfigError
+from moestro.gateway import peers
 from moestro.gateway.part_settings import PeerAddress, RouterPeerSettings
 from moestro.gateway.peers import Identity, PeerChannel, PeerRefusedError, dial
 from moestro.gateway.settings import EngineUrl
@@ -291,12 +293,76 @@ async def test_requests_of_a_router_that_dies_stop_counting_and_count_again_when
         await caller.head()
         await other.until(lambda: loads(other) == {"a": 1})
         for link in list(one.app.peers._links):  # the router is stopped: no message leaves
-            monkeypatch.setattr(link.outlet, "due", lambda now_ns: iter(()))
+            monkeypatch.setattr(link.outlet, "next_due", lambda now_ns: None)
         await other.until(lambda: loads(other) == {"a": 0})
         assert one.num_in_flight == 1
         for link in list(one.app.peers._links):
             link.channel.close()
         await other.until(lambda: loads(other) == {"a": 1})
+
+
+@looped
+async def test_a_router_with_two_addresses_gets_each_operation_once():
+    """So have the workers of a machine whose own address is among those of a --peer."""
+    engine = FakeEngine("a")
+    await engine.start()
+    listeners = [bound_socket("0.0.0.0", 0) for _ in range(2)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    addresses = tuple(f"http://127.0.0.{host}:{port}" for port in ports for host in (1, 2))
+    given = {"engine": (f"a=http://127.0.0.1:{engine.port}",), "peer": addresses}
+    async with (
+        rig(**given, peer_name="one") as one,
+        one.app.peers.running(listeners[0]),
+        rig(**given, peer_name="two") as two,
+        two.app.peers.running(listeners[1]),
+    ):
+        for it in (one, two):
+            await it.until(lambda it=it: it.app.peers.num_links == it.app.peers.replica.num_peers == 1)
+        for _ in range(5):
+            await one.call(body=body())
+        await two.until(lambda: two.app.peers.replica.counts.num_operations >= 15)
+        assert two.app.peers.replica.counts.num_repeated == 0
+        assert one.app.peers.num_links == two.app.peers.num_links == 1
+    engine.die()
+
+
+@looped
+async def test_a_name_that_cannot_be_resolved_keeps_the_routers_that_it_stood_for(monkeypatch):
+    monkeypatch.setattr(peers, "_RESOLVE_S", 0.01)
+    resolved, num_failed = peers._resolved, 0
+
+    async def fail(address: PeerAddress) -> list[tuple[str, int]]:
+        nonlocal num_failed
+        num_failed += 1
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    async with routers(2, FakeEngine("a")) as (one, other):
+        links = {it: list(it.app.peers._links) for it in (one, other)}
+        monkeypatch.setattr(peers, "_resolved", fail)
+        await one.until(lambda: num_failed > 20)
+        monkeypatch.setattr(peers, "_resolved", resolved)
+        assert {it: list(it.app.peers._links) for it in (one, other)} == links
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system has no such limit")
+@looped
+async def test_connections_end_when_the_other_machine_acknowledges_nothing(monkeypatch):
+    """TCP repeats for a quarter of an hour, at intervals that double, so a repaired network stayed unused for long."""
+    accepted, accept = [], peers.accept
+
+    async def kept(identity: Identity, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> PeerChannel:
+        accepted.append(writer)
+        return await accept(identity, reader, writer)
+
+    monkeypatch.setattr(peers, "accept", kept)
+    async with routers(2, FakeEngine("a")) as them:
+        made = [link.channel._writer for it in them for link in it.app.peers._links]
+        assert len(accepted) >= len(made) == 2
+        for writer in (*accepted, *made):
+            if not writer.is_closing():
+                end = writer.get_extra_info("socket")
+                assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2000
+                assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
 
 
 @looped

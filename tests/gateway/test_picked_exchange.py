@@ -21,7 +21,7 @@ from endpoint_picker.pickers import FULL_DUPLEX, SERVED, http_headers, metadata_
 from support.http2_peer import HELLO, Writer, data_frame, packed
 
 from moestro.gateway.picker import ext_proc_pb2
-from moestro.gateway.picker.exchange import MessageOrderError, PickedExchange, PickerContext
+from moestro.gateway.picker.exchange import AfterSending, MessageOrderError, PickedExchange, PickerContext
 from moestro.gateway.picker.ext_proc_pb2 import HttpBody, ProcessingRequest, ProcessingResponse
 from moestro.gateway.picker.grpc_calls import PartialMessages, open_call
 from moestro.gateway.picker.http2 import Http2Connection
@@ -96,6 +96,7 @@ def router() -> tuple[RouterApp, PickerContext]:
     context = PickerContext(
         shared=app.shared,
         admission=app.admission,
+        after=AfterSending(lambda run: None),
         memory=app.clients.memory,
         max_body_bytes=MAX_BODY_BYTES,
         max_endpoints=3,
@@ -199,6 +200,58 @@ def test_a_call_that_ends_in_any_way_leaves_nothing_counted(num_messages, way):
     assert app.shared.fleet.router.num_in_flight == 0
     assert not app.shared.active
     assert not served.connection.num_streams
+
+
+ANSWER = {"response_headers": http_headers({":status": "200"}, end=False)}
+LAST_OF_REQUEST = {"request_body": HttpBody(body=b'{"prompt": "x"}', end_of_stream=True)}
+LAST_OF_ANSWER = {"response_body": HttpBody(body=b"{}", end_of_stream=True)}
+
+
+def passes(app: RouterApp, exchange: PickedExchange, *messages: dict[str, object]) -> int:
+    """Let messages arrive, and return the number of responses to the last one."""
+    responses = []
+    for fields in messages:
+        responses = exchange.receive(ProcessingRequest(**fields), time.monotonic_ns())
+        if exchange.is_complete:
+            request, model = app.admission.read(exchange.incoming, time.monotonic_ns())
+            responses = exchange.pick(request, model, time.monotonic_ns())
+    return len(responses)
+
+
+def test_an_answer_is_returned_before_it_is_counted():
+    app, context = router()
+    scheduled = []
+    context.after = AfterSending(scheduled.append)
+    exchange = PickedExchange(context, "10.0.0.1", [].append)
+    assert passes(app, exchange, request_headers(), LAST_OF_REQUEST, ANSWER, LAST_OF_ANSWER) == 1
+    assert exchange.is_over
+    assert (app.shared.fleet.router.num_in_flight, len(app.shared.active)) == (1, 1)
+    [run] = scheduled
+    run()
+    assert (app.shared.fleet.router.num_in_flight, len(app.shared.active)) == (0, 0)
+    assert sum(engine.counts.statuses[200] for engine in app.shared.fleet) == 1
+
+
+def test_a_decision_sees_an_answer_that_has_just_ended():
+    app, context = router()
+    first, second = (PickedExchange(context, "10.0.0.1", [].append) for _ in range(2))
+    passes(app, first, request_headers(), LAST_OF_REQUEST)
+    passes(app, second, request_headers())
+    passes(app, first, ANSWER, LAST_OF_ANSWER)
+    passes(app, second, LAST_OF_REQUEST)
+    assert app.shared.fleet.router.num_in_flight == 1
+
+
+def test_an_exchange_whose_note_fails_ends_and_the_others_are_counted():
+    app, context = router()
+    first, second = (PickedExchange(context, "10.0.0.1", [].append) for _ in range(2))
+    for exchange in (first, second):
+        passes(app, exchange, request_headers(), LAST_OF_REQUEST)
+    first._sent_ns = None  # What a bug could leave.
+    for exchange in (first, second):
+        passes(app, exchange, ANSWER, LAST_OF_ANSWER)
+    context.after.run()
+    assert (app.shared.fleet.router.num_in_flight, len(app.shared.active)) == (0, 0)
 
 
 def test_a_body_in_one_piece_and_an_empty_one_is_not_copied():

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from gateway.rig import KEYS, Caller, FakeEngine, Received, Rig, Wire, looped, rig, settings_of
+from gateway.test_hung_engines import HANG, Hanging
 
 from moestro.engine.registry import ORDER_POLICIES
 from moestro.errors import ConfigError
@@ -199,6 +200,71 @@ class TestOrder:
             for prompt in list(one.open):
                 one.finish(prompt)
             await it.until_idle()
+
+    @looped
+    async def test_an_engine_that_may_hang_gets_no_waiting_request_while_another_is_full(self):
+        full, hung = FullEngine("full"), Hanging("hung")
+        async with rig(full, hung, **QUEUE | HANG | {"hang_timeout": 6.0}) as it:
+            hung.stop()
+            await it.until(lambda: it.engine("hung").condition == "suspected")
+            callers = [await send(it, f"{at}") for at in range(3)]
+            await until_full(it, full)
+            callers.append(await send(it, "late"))
+            await it.until(lambda: num_waiting(it) == 1)
+            await asyncio.sleep(0.1)
+            assert (num_waiting(it), hung.num_arrived) == (1, 0)
+            full.finish("0")
+            await it.until(lambda: "late" in full.open)
+            for prompt in ("1", "2", "late"):
+                full.finish(prompt)
+            assert [(await caller.answer()).status for caller in callers] == [200] * 4
+            hung.wakes.set()
+
+    @looped
+    async def test_an_engine_that_has_refused_a_client_makes_no_room_for_it(self):
+        """Each waiting request went there, was refused, and then went to a full engine at once."""
+
+        async def refuse(engine: FakeEngine, wire: Wire, request: Received) -> None:
+            wire.reply(b"{}", 503, headers="Retry-After: 60\r\n")
+
+        full, busy = FullEngine("full"), FakeEngine("busy", refuse)
+        async with rig(full, busy, **QUEUE | {"route_policy": "round_robin"}) as it:
+            callers = [await send(it, f"{at}") for at in range(3)]
+            await until_full(it, full)
+            num_refused = len(busy.received)
+            assert num_refused >= 1
+            callers.append(await send(it, "late"))
+            await it.until(lambda: num_waiting(it) == 1)
+            await send(it, "of another client", KEYS[1])
+            await it.until(lambda: len(busy.received) == num_refused + 1)
+            assert num_waiting(it) == 1
+            for prompt in ("0", "1", "2"):
+                full.finish(prompt)
+            await it.until(lambda: "late" in full.open)
+            full.finish("late")
+            assert [(await caller.answer()).status for caller in callers] == [200] * 4
+
+    @looped
+    async def test_a_request_that_lost_an_engine_is_charged_for_its_answer(self):
+        async def refuse(engine: FakeEngine, wire: Wire, request: Received) -> None:
+            wire.reply(b"{}", 503, headers="Retry-After: 60\r\n")
+
+        busy, full = FakeEngine("busy", refuse), FullEngine("full", capacity=1)
+        settings = {"queue_policy": "weighted_fair", "route_policy": "round_robin"}
+        async with rig(busy, full, **QUEUE | settings) as it:
+            moved = await send(it, "moved", user="a")
+            await it.until(lambda: "moved" in full.open)
+            full.finish("moved", 1000)
+            assert (await moved.answer()).headers["x-moestro-reason"].endswith("busy answered 503")
+            for prompt in ("x0", "x1"):
+                await send(it, prompt, user="x")
+            await until_full(it, full)
+            for user in ("a", "b"):
+                await send(it, user, user=user)
+                await it.until(lambda user=user: num_waiting(it) == 1 + (user == "b"))
+            full.finish("x0")
+            await it.until(lambda: num_waiting(it) == 1)
+            assert full.order[-1] == "b", "the 1,000 tokens of the other user count"
 
 
 class TestBounds:

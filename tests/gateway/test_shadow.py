@@ -19,6 +19,7 @@ from support.running import envoy_binary, free_port
 from moestro.cli import main
 from moestro.cli.recorded.explain import find_trace
 from moestro.errors import ConfigError
+from moestro.gateway import shadow
 from moestro.gateway.part_settings import ShadowSettings
 from moestro.gateway.settings import EngineSettings, RecordSettings, RouteSettings
 from moestro.gateway.shadow import LogFollower, LoggedAnswer, read_line
@@ -153,6 +154,20 @@ async def test_a_log_without_copies_of_requests_is_reported_once_and_gives_no_fi
     assert is_shadow_record(record)
     with pytest.raises(ConfigError, match="got no copy of any, and the 49 answers in its access log say nothing"):
         read_shadow_record(record)
+
+
+@looped
+async def test_copies_without_a_line_are_bounded_in_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(shadow, "_MAX_OPEN", 3)
+    settings = {"shadow": True, "access_log": tmp_path / "none.log", "record": tmp_path / "r", "metrics_interval": 0.02}
+    async with rig(FakeEngine("a"), **settings) as it:
+        for at in range(5):
+            assert (await it.call(X_Request_Id=f"copy-{at}")).status == 202
+        await it.until(lambda: value(it, "shadow_copies_total", result="no_line") == 2)
+        assert list(it.app.shadow._open) == ["copy-2", "copy-3", "copy-4"]
+        assert it.num_in_flight == 3
+        monkeypatch.setattr(shadow, "_MAX_OPEN", 0)
+        await it.until_idle()
 
 
 # --- beside nginx

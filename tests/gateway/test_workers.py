@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import os
+import random
 import re
 import signal
 from collections.abc import AsyncIterator, Mapping
@@ -20,10 +21,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.running import MOESTRO, PATIENCE_S, Running
 
 from moestro.errors import ConfigError
-from moestro.gateway.admin import ChangeMade, OperatorChange
+from moestro.gateway.discovery.operator_changes import (
+    ChangeMade,
+    OperatorChange,
+    OperatorChanges,
+    in_effect,
+    leave_drained,
+    leave_removed,
+)
 from moestro.gateway.part_settings import QueueSettings
 from moestro.gateway.settings import AdminSettings, FrontSettings, PickerSettings, RouteSettings
-from moestro.gateway.worker_place import OperatorChanges
 from moestro.gateway.workers import _WorkerPlan, merged_engines, merged_metrics, numbered
 from moestro.web.settings import AccessSettings
 
@@ -90,9 +97,10 @@ async def _are_ready(session: aiohttp.ClientSession, admin: str) -> bool:
     return sample(metrics, "moestro:route_peers") == [NUM - 1.0] * NUM
 
 
-async def _has_a(session: aiohttp.ClientSession, admin: str, condition: str) -> bool:
+async def _has_a(session: aiohttp.ClientSession, admin: str, condition: str, num_workers: int = NUM) -> bool:
     metrics = str(await read(session, f"{admin}/metrics"))
-    return sample(metrics, "moestro:route_engine_condition", engine="a", condition=condition) == [1.0] * NUM
+    found = sample(metrics, "moestro:route_engine_condition", engine="a", condition=condition)
+    return found == [1.0] * num_workers
 
 
 async def stay(engine: FakeEngine, wire: Wire, request: Received) -> None:
@@ -210,6 +218,51 @@ def test_a_drain_holds_for_an_engine_that_a_list_names_after_a_workers_first_loo
     test()
 
 
+@pytest.mark.timeout(600)
+def test_a_removal_holds_in_all_workers_whenever_a_list_names_the_engine(tmp_path):
+    @patient
+    async def test():
+        engines = [FakeEngine(name) for name in "ab"]
+        for engine in engines:
+            await engine.start()
+        a, b = (json.dumps({"url": f"http://127.0.0.1:{engine.port}", "name": engine.name}) for engine in engines)
+        listed = tmp_path / "engines.jsonl"
+        listed.write_text(f"{a}\n{b}\n")
+        flags = ("--route-policy", "round_robin", "--engine-file", str(listed))
+        async with started(tmp_path, flags=flags) as running, aiohttp.ClientSession() as session:
+            admin = admin_url(running)
+            await until(_are_ready, session, admin)
+            await until(_has_a, session, admin, "up")
+            listed.write_text(f"{b}\n")
+            os.kill(psutil.Process(running.process.pid).children()[0].pid, signal.SIGKILL)
+            await until(_are_ready, session, admin)
+            await until(_has_a, session, admin, "absent", NUM - 1)  # the new worker does not know it
+            async with session.delete(f"{admin}/admin/engines/a") as answer:
+                assert answer.status == 204
+            listed.write_text(f"{a}\n{b}\n")
+            reads = functools.partial(_has_read, session, admin)
+            await until(reads)
+            os.kill(psutil.Process(running.process.pid).children()[1].pid, signal.SIGKILL)
+            await until(_are_ready, session, admin)  # another one whose list names it at its start
+            assert {(await ask(running, f"{i}"))["x-moestro-engine"] for i in range(30)} == {"b"}
+            shown = (await read(session, f"{admin}/admin/engines"))["engines"]
+            assert [engine["name"] for engine in shown] == ["b"]
+            url = {"url": f"a=http://127.0.0.1:{engines[0].port}"}
+            async with session.post(f"{admin}/admin/engines", json=url) as answer:
+                assert answer.status == 201
+            await until(_has_a, session, admin, "up")
+        for engine in engines:
+            engine.die()
+
+    test()
+
+
+async def _has_read(session: aiohttp.ClientSession, admin: str) -> bool:
+    """Whether the list of each worker has both engines."""
+    metrics = str(await read(session, f"{admin}/metrics"))
+    return sample(metrics, "moestro:route_discovery_engines", source="file") == [2.0] * NUM
+
+
 def takes_connections(pid: int, port: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         found = psutil.Process(pid).net_connections()
@@ -256,21 +309,39 @@ def test_changes_outlive_the_admin_planes_process_and_reach_workers_without_it(t
     test()
 
 
+def added(name: str, host: str = "h") -> OperatorChange:
+    return OperatorChange(ChangeMade.ADD, name, f"{name}=http://{host}:1")
+
+
 def test_the_list_of_changes_has_those_in_effect_and_stays_within_its_memory():
     changes = OperatorChanges()
     assert changes.read() == []
-    a, b = (OperatorChange(ChangeMade.ADD, f"{name}=http://{name}:1") for name in "ab")
-    switched = [OperatorChange(made, "a") for made in (ChangeMade.DRAIN, ChangeMade.RESUME)]
+    drain, resume = (OperatorChange(made, "a") for made in (ChangeMade.DRAIN, ChangeMade.RESUME))
     gone = OperatorChange(ChangeMade.REMOVE, "b")
-    changes.write([a, *switched * 500, b, gone, switched[0]])
-    assert changes.read() == [a, b, gone, switched[0]]
-    many = [OperatorChange(ChangeMade.ADD, f"{number}=http://{'x' * 1000}:1") for number in range(2000)]
+    changes.write([added("a"), *[drain, resume] * 500, added("b"), gone, drain])
+    assert changes.read() == [added("a"), gone, drain]
+    changes.write([*changes.read(), *[added("b"), gone] * 500, added("b", "other")])
+    assert changes.read() == [added("a"), drain, gone, added("b", "other")]
+    many = [added(str(number), "x" * 1000) for number in range(2000)]
     changes.write(many)
     kept = changes.read()
     assert 500 < len(kept) < 1100
     assert kept == many[-len(kept) :], "the oldest ones are forgotten"
     changes.write([])
     assert changes.read() == []
+
+
+def test_what_changes_leave_is_the_same_without_those_that_are_replaced():
+    rng = random.Random(1)
+    for _ in range(300):
+        made = [(rng.choice([*ChangeMade]), rng.choice(["a", "a@0", "b"])) for _ in range(rng.randrange(9))]
+        changes = [OperatorChange(*each) for each in made]
+        kept = in_effect(changes)
+        assert leave_removed(kept) == leave_removed(changes)
+        for name in ("a", "a@0", "b"):
+            drained = leave_drained(changes, name, name[0])
+            assert leave_drained(kept, name, name[0]) == drained
+            assert in_effect(kept) == kept
 
 
 @pytest.mark.timeout(600)

@@ -220,3 +220,12 @@ def test_many_requests_come_and_go_in_memory_for_the_waiting_ones():
     assert len(queue) == 10
     assert len(queue._rows) <= 32
     assert len(queue._num_of_client) == 10
+
+
+def test_a_refused_client_waits_as_long_as_requests_that_expire():
+    queue = RouteQueue(ORDER_POLICIES.make("fcfs"), RULES)
+    assert queue.retry_after_s() == 1
+    for serial in range(100):
+        queue.enter(request(serial, 0, num_prompt_tokens=1), 0, group=None, client=serial)
+    assert len(queue.expire(RULES.ttl_ns)) == 100
+    assert queue.retry_after_s() == RULES.ttl_ns // SECOND

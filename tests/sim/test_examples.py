@@ -11,6 +11,7 @@ from moestro.cli import main
 from moestro.errors import ConfigError
 from moestro.sim.settings import read_settings
 
+PAGE = Path(__file__).parents[2] / "docs" / "simulator.md"
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 
 
@@ -86,6 +87,38 @@ def test_an_example_shows_what_its_text_promises(example):
     else:
         assert mean(first) < mean(second) < mean(third), "later is worse"
         assert mean(rest[0]) < mean(first), "and what is never late is best"
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %")
+
+
+def promised(name: str, outcomes: list[dict]) -> list[str]:
+    """Parts of docs/simulator.md with the figures of an example."""
+    if name == "three_routers":
+        first, *others = map(mean, outcomes)
+        return [f"{first:,.1f}", *(f"{each:.1f} ({each / first:.3f})" for each in others)]
+    if name == "orders_under_load":
+        first, *_, edf = outcomes
+        urgent = f"from {mean(first, 'ls_ttft_ms'):.0f} to {mean(edf, 'ls_ttft_ms'):.0f} ms"
+        return [f"{urgent}, and costs the others {percent(mean(edf, 'be_ttft_ms') / mean(first, 'be_ttft_ms') - 1)}"]
+    if name == "late_signals":
+        return [f"a second late make a policy {mean(outcomes[2]) / mean(outcomes[0]):.1f} times as slow"]
+    lock_step, flow = outcomes[0], outcomes[-1]
+    tokens = [f"{outcome['report']['output_tokens_per_s']:,.0f}" for outcome in (flow, lock_step)]
+    slower = f"slower ({tokens[0]} tokens/s, not {tokens[1]})"
+    stalls = [
+        sum(outcome["group"]["stall_shares"]) / len(outcome["group"]["stall_shares"]) for outcome in (flow, lock_step)
+    ]
+    if name == "straggler":
+        return [f"all wait {percent(stalls[1])} of the time in lock-step, {percent(stalls[0])} in `async`", slower]
+    return [f"busy for {percent(1 - stalls[0])} of the time, lock-step for {percent(1 - stalls[1])}", slower]
+
+
+def test_the_page_has_the_figures_of_an_example(example):
+    name, report, _ = example
+    page = PAGE.read_text()
+    assert [part for part in promised(name, report["outcomes"]) if part not in page] == []
 
 
 # --- what cannot be

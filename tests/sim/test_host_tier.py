@@ -24,7 +24,7 @@ from moestro.cost.tables import (
 )
 from moestro.errors import ConfigError
 from moestro.sim.groups.group import CopyQueue, OneRank, load_prices
-from moestro.sim.groups.group_builder import make_prices
+from moestro.sim.groups.group_setup import make_prices
 from moestro.sim.results import Results
 from moestro.sim.scenario import make_bounds, make_scenario, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings, read_settings

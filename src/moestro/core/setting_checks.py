@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
+from moestro.core.policy_registry import PolicyKind
 from moestro.errors import ConfigError
 
 # Settings are seconds, requests a second, GiB and shares. A larger number is a mistake, and clocks overflow on it.
@@ -73,6 +75,38 @@ class CheckedSettings:
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+
+# A simulation as a library has no command line. To load cyclopts and all policies takes as much time as to simulate a
+# thousand requests, so these functions use cyclopts only where it is loaded already: in a process that may print help.
+
+
+def flag_help(text: str, policies: PolicyKind[Any] | None = None) -> Any:
+    """The help text of a flag that no docstring can be, as metadata: `Annotated[str, flag_help(f"...")]`.
+
+    Args:
+        policies: the kind of policy that the flag takes. Their list follows the text. None means another flag.
+    """
+    cyclopts = sys.modules.get("cyclopts")
+    if cyclopts is None:
+        return text
+    return cyclopts.Parameter(help=text if policies is None else f"{text}\n\n{_listed(policies)}")
+
+
+@functools.cache
+def _listed(policies: PolicyKind[Any]) -> str:
+    return policies.help_text()
+
+
+def flag_group(name: str, text: str, sort_key: int) -> Any:
+    """The group of a flag in `--help`, as metadata.
+
+    Args:
+        text: help text of the group.
+        sort_key: place of the group among the others.
+    """
+    cyclopts = sys.modules.get("cyclopts")
+    return text if cyclopts is None else cyclopts.Parameter(group=cyclopts.Group(name, help=text, sort_key=sort_key))
 
 
 def flag_of(name: str) -> str:

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import Parameter
-
-from moestro.core.setting_checks import CheckedSettings, at_least
+from moestro.core.setting_checks import CheckedSettings, at_least, flag_help
 from moestro.cost.gpus import Gpu, gpu_named
 from moestro.cost.links import (
     INFINITY_FABRIC_MI300X,
@@ -94,7 +92,7 @@ class PacedOptions(CheckedSettings):
 
     paced_arithmetic: Literal["demo", "none"] = "demo"
     "Answers of a paced device. demo: tokens of the demo model; none: a fixed text, without loading torch."
-    paced_link: Annotated[str, Parameter(help=_LINK)] = "nvswitch-a100"
+    paced_link: Annotated[str, flag_help(_LINK)] = "nvswitch-a100"
     pace_dilation: Annotated[float, at_least(1)] = 1.0
     "Factor on all modelled durations. At 4, this machine's own work weighs a quarter; divide the load by 4 too."
 

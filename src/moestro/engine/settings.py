@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, NamedTuple
 
-from cyclopts import Parameter
-
-from moestro.core.setting_checks import CheckedSettings, at_least, name_of
+from moestro.core.setting_checks import CheckedSettings, at_least, flag_help, name_of
 from moestro.core.views import OrderPolicy
 from moestro.engine.registry import (
     BATCH_POLICIES,
@@ -48,10 +46,10 @@ def make_policies(order: str, batch: str, evict: str, share: str) -> Policies:
     return made
 
 
-_ORDER = f"Which waiting request is next (sjf:theta_age_s=2).\n\n{ORDER_POLICIES.help_text()}"
-_BATCH = f"The sequences of the next step (qllm:max_batch=16).\n\n{BATCH_POLICIES.help_text()}"
-_EVICT = f"The sequence that frees its KV when blocks run out; or FILE.py:NAME.\n\n{EVICT_POLICIES.help_text()}"
-_SHARE = f"The part of an engine that each client may claim while several have work.\n\n{SHARE_POLICIES.help_text()}"
+_ORDER = "Which waiting request is next (sjf:theta_age_s=2)."
+_BATCH = "The sequences of the next step (qllm:max_batch=16)."
+_EVICT = "The sequence that frees its KV when blocks run out; or FILE.py:NAME."
+_SHARE = "The part of an engine that each client may claim while several have work."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +79,10 @@ class SchedulerLimits(CheckedSettings):
 class SchedulerPolicies(CheckedSettings):
     """The policies of one rank's scheduler, by name."""
 
-    scheduling_policy: Annotated[str, Parameter(help=_ORDER)] = "fcfs"
-    batch_policy: Annotated[str, Parameter(help=_BATCH)] = "decode_first"
-    evict_policy: Annotated[str, Parameter(help=_EVICT)] = "last_in_order"
-    share_policy: Annotated[str, Parameter(help=_SHARE)] = "equal"
+    scheduling_policy: Annotated[str, flag_help(_ORDER, ORDER_POLICIES)] = "fcfs"
+    batch_policy: Annotated[str, flag_help(_BATCH, BATCH_POLICIES)] = "decode_first"
+    evict_policy: Annotated[str, flag_help(_EVICT, EVICT_POLICIES)] = "last_in_order"
+    share_policy: Annotated[str, flag_help(_SHARE, SHARE_POLICIES)] = "equal"
 
     def __post_init__(self) -> None:
         super().__post_init__()

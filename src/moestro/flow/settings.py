@@ -6,9 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from cyclopts import Parameter
-
-from moestro.core.setting_checks import CheckedSettings, at_least, between
+from moestro.core.setting_checks import CheckedSettings, at_least, between, flag_help
 from moestro.core.views import StepPolicy
 from moestro.errors import ConfigError
 from moestro.flow.registry import STEP_POLICIES, make_step_policy
@@ -19,7 +17,7 @@ NUM_SPARE = 8  # workers with experts that can be added while the group serves
 
 Mode = Literal["fused", "preemptive", "ep", "async"]
 
-_STEP = f"In preemptive mode, what runs next; or FILE.py:NAME.\n\n{STEP_POLICIES.help_text()}"
+_STEP = "In preemptive mode, what runs next; or FILE.py:NAME."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +39,7 @@ class ModeSettings(CheckedSettings):
 class PreemptionSettings(CheckedSettings):
     """Choice of what a rank in `preemptive` mode runs next."""
 
-    step_policy: Annotated[str, Parameter(help=_STEP)] = "qllm"
+    step_policy: Annotated[str, flag_help(_STEP, STEP_POLICIES)] = "qllm"
     pass_decodes: bool = False
     (
         'In preemptive mode, "ls" requests pass a step of "be" requests for each of their tokens, not for the first'
@@ -71,19 +69,16 @@ class SteppingSettings(PreemptionSettings, ModeSettings):
     """How one rank computes its steps."""
 
 
-_GROUP_STEP = f"; or FILE.py:NAME.\n\n{STEP_POLICIES.help_text()}"
+_WITH_ATTENTION = "In async mode, what a worker with attention runs next; or FILE.py:NAME."
+_WITH_EXPERTS = "In async mode, what a worker with experts alone runs next; or FILE.py:NAME."
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStepSettings(CheckedSettings):
     """Step policies, copies and credits of the workers of a group in `async` mode."""
 
-    attention_step_policy: Annotated[
-        str, Parameter(help=f"In async mode, what a worker with attention runs next{_GROUP_STEP}")
-    ] = "priority"
-    expert_step_policy: Annotated[
-        str, Parameter(help=f"In async mode, what a worker with experts alone runs next{_GROUP_STEP}")
-    ] = "priority"
+    attention_step_policy: Annotated[str, flag_help(_WITH_ATTENTION, STEP_POLICIES)] = "priority"
+    expert_step_policy: Annotated[str, flag_help(_WITH_EXPERTS, STEP_POLICIES)] = "priority"
     expert_credits: Annotated[int | None, at_least(1)] = None
     (
         "In async mode, tokens of one attention worker that may be at one expert worker at once. Unset: all that it has"

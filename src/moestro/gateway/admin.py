@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import msgspec
 from aiohttp import web
@@ -15,6 +14,13 @@ from moestro.core.views import Figure
 from moestro.errors import ConfigError, RequestError, shown
 from moestro.gateway.clients.http_headers import EngineHead
 from moestro.gateway.discovery.lists import Change, ChangeKind, EngineEntry, EngineLists
+from moestro.gateway.discovery.operator_changes import (
+    ChangeMade,
+    OperatorChange,
+    OperatorChanges,
+    leave_drained,
+    leave_removed,
+)
 from moestro.gateway.engines.fleet import EngineAddress, Fleet, RoutedEngine
 from moestro.gateway.engines.health_checks import Watch
 from moestro.gateway.engines.upstream import Address, Pool
@@ -50,44 +56,6 @@ class EngineView(msgspec.Struct, kw_only=True):
     expert_local_share: float | None
 
 
-class ChangeMade(StrEnum):
-    """A change that an operator makes to an engine."""
-
-    ADD = "add"
-    REMOVE = "remove"
-    DRAIN = "drain"
-    RESUME = "resume"
-
-
-class OperatorChange(msgspec.Struct, frozen=True):
-    """A change that an operator has made.
-
-    Attributes:
-        target: name of the engine, or of an address with several; of an added one, its NAME=URL.
-    """
-
-    made: ChangeMade
-    target: str
-
-
-_SWITCHES = frozenset({ChangeMade.DRAIN, ChangeMade.RESUME})
-
-
-def in_effect(changes: Sequence[OperatorChange]) -> list[OperatorChange]:
-    """Return the changes without drains and resumptions of an engine before its last one."""
-    last = {change.target: at for at, change in enumerate(changes) if change.made in _SWITCHES}
-    return [change for at, change in enumerate(changes) if change.made not in _SWITCHES or last[change.target] == at]
-
-
-def leave_drained(changes: Iterable[OperatorChange], name: str, address: str) -> bool:
-    """Return whether changes, in their order, leave an engine drained: by its own name or that of its address."""
-    is_drained = False
-    for change in changes:
-        if change.target in (name, address):
-            is_drained = change.made is ChangeMade.DRAIN
-    return is_drained
-
-
 @dataclass(slots=True)
 class EngineAdmin:
     """Applies the changes of the operator and of the lists of engines to the fleet.
@@ -98,8 +66,7 @@ class EngineAdmin:
         takes_paths: whether an engine's API may be below a path.
         lists: engines that there should be.
 
-    Attributes:
-        made_by_all: Reads the operators' changes that all workers make. None means that this process is the only one.
+    A list may name an engine only later, or again: the operators' changes hold until they take them back.
     """
 
     fleet: Fleet
@@ -109,21 +76,22 @@ class EngineAdmin:
     reading: str
     takes_paths: bool = True
     lists: EngineLists = field(default_factory=EngineLists)
-    made_by_all: Callable[[], Sequence[OperatorChange]] | None = field(default=None, init=False)
-    _made: list[OperatorChange] = field(default_factory=list, init=False)  # the last one of each name
+    _changes: OperatorChanges = field(default_factory=OperatorChanges, init=False)
+    _is_worker: bool = field(default=False, init=False)
     _tls: EngineTls | None = field(default=None, init=False)  # of all engines with TLS
 
     def __post_init__(self) -> None:
-        # A list may name the engine only later, or again: a drain holds until the operator takes it back.
-        self.fleet.is_drained = lambda engine: leave_drained(self._changes(), engine.name, engine.address.name)
+        self.fleet.is_drained = lambda engine: leave_drained(self._changes.read(), engine.name, engine.address.name)
+        self.lists.removed = lambda: leave_removed(self._changes.read())
 
-    def _changes(self) -> Sequence[OperatorChange]:
-        return self._made if self.made_by_all is None else self.made_by_all()
+    def follow(self, changes: OperatorChanges) -> None:
+        """Let changes hold that the process of the admin plane writes for all workers, of which this is one."""
+        self._changes, self._is_worker = changes, True
 
-    def _note(self, made: ChangeMade, name: str) -> None:
+    def _note(self, made: ChangeMade, name: str, url: str = "") -> None:
         """Remember a change for engines of this name that come later."""
-        self._made = [change for change in self._made if change.target != name]
-        self._made.append(OperatorChange(made, name))
+        if not self._is_worker:
+            self._changes.write([*self._changes.read(), OperatorChange(made, name, url)])
 
     def add(self, url: EngineUrl) -> EngineAddress:
         """Add the engines of an address and start its health checks; requests follow once a check has passed.
@@ -140,6 +108,8 @@ class EngineAdmin:
             raise
         address = self.fleet.address_named(url.name)
         assert address is not None
+        if url.name in self.lists.removed():
+            self._note(ChangeMade.ADD, url.name, f"{url.name}={url.url}")
         return address
 
     def remove(self, address: EngineAddress) -> None:
@@ -170,10 +140,10 @@ class EngineAdmin:
 
     def repeat(self, changes: Iterable[OperatorChange]) -> None:
         """Make the operators' changes in their order, in a process that starts. Those of absent engines pass."""
-        for made, target in map(msgspec.structs.astuple, changes):
+        for made, target, url in map(msgspec.structs.astuple, changes):
             try:
                 if made is ChangeMade.ADD:
-                    self.add(EngineUrl.parse(target))
+                    self.add(EngineUrl.parse(url))
                 elif made is ChangeMade.REMOVE:
                     for address in {engine.address for engine in self.named(target)}:
                         self.remove(address)

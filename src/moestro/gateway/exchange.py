@@ -244,7 +244,7 @@ class Exchange:
 
     def give_up_engine(self) -> bool:
         """Take the request from its engine if no byte of its answer has left, and return whether it was taken."""
-        if self._stage not in (_CONNECTING, _WAITING):
+        if self._stage not in (_CONNECTING, _WAITING) or self._client.has_begun:
             return False
         self._release_engine(completed=False)
         self._end_in_router({})
@@ -268,13 +268,15 @@ class Exchange:
 
     def client_is_slow(self) -> None:
         """Stop reading from the engine. From now on, the client's write timeout applies."""
-        self.deadline_s = float("inf")
+        self.deadline_s = self._idle_s = float("inf")
         if self._connection is not None:
             self._connection.pause()
 
     def client_is_ready(self) -> None:
         """Read from the engine again."""
-        self.deadline_s = time.monotonic() + self._shared.rules.idle_s
+        self._idle_s = self._shared.rules.idle_s
+        if self._stage == _ANSWERING:
+            self.deadline_s = time.monotonic() + self._idle_s
         if self._connection is not None:
             self._connection.resume()
 
@@ -582,6 +584,8 @@ class Exchange:
         """Note the first bytes of a continuation."""
         self._stage, self._num_lost, self._is_success = _ANSWERING, 0, True
         engine.num_streaming += 1
+        if self._client.is_slow and self._connection is not None:
+            self._connection.pause()
         if self._request is not None:
             self._shared.fleet.router.first_token(self._request.request_id, now_ns)
             if self._shared.queue is not None:
@@ -681,6 +685,8 @@ class Exchange:
         if self._engine is not None and self._decision is not None and self._request is not None:
             count_hits(self._engine, self._request, self._decision, usage)
         self._end_in_router(usage)
+        if self._shared.queue is not None:
+            self._shared.queue.ended(self._incoming.request_id, usage.get(b"completion_tokens", 0))
         self._shared.decision_log.ended(self._incoming.request_id, status, usage)
         if self._spans is not None:
             tenant = None if self._request is None else self._request.tenant
@@ -693,7 +699,7 @@ class Exchange:
                 self._request.request_id, time.monotonic_ns(), usage.get(b"completion_tokens"), *cached_shares(usage)
             )
             if self._shared.queue is not None:
-                self._shared.queue.ended(self._request.request_id, usage.get(b"completion_tokens", 0))
+                self._shared.queue.left_engine(self._request.request_id)
 
 
 def _unavailable(cause: str) -> GenerationError:

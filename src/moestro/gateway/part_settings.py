@@ -270,7 +270,7 @@ class QueueSettings(CheckedSettings):
     queue_policy: Annotated[str, Parameter(group=_QUEUE, help=_QUEUE_HELP)] = NO_QUEUE
     queue_kv_usage: Annotated[float, above(0, at_most=1), Parameter(group=_QUEUE)] = 0.95
     "Fraction of its KV cache in use from which an engine is saturated; 1: when it is full."
-    queue_waiting: Annotated[int, at_least(1), Parameter(group=_QUEUE)] = 4
+    queue_waiting: Annotated[int, at_least(1), Parameter(group=_QUEUE)] = 2
     "Requests that may wait in an engine before it is saturated, so that it has work between two reads of /metrics."
     queue_ttft: Annotated[float | None, above(0), Parameter(group=_QUEUE)] = None
     "Predicted seconds to a first token from which an engine is saturated. Unset: its queue and its KV cache decide."

@@ -54,6 +54,10 @@ logger = logging.getLogger(__name__)
 
 
 HANDSHAKE_S = 5.0
+_CONNECT_S = 1.0  # until TCP is connected; while the network is cut, attempts follow each other soon
+# The first one ends a connection with data under way, the others one that only receives, which a router does four times
+# a second.
+_SILENCE = (("TCP_USER_TIMEOUT", 2000), ("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
 _GREETING = b"moestro peers 1\n"
 _NONCE_BYTES = 16
 _MAC_BYTES = 16
@@ -184,13 +188,36 @@ async def dial(identity: Identity, host: str, port: int, tls: ssl.SSLContext | N
         OSError: it cannot be reached.
         PeerRefusedError: it refuses this router, or does not prove the key.
     """
+    connected = await _connected(host, port)
     async with asyncio.timeout(HANDSHAKE_S):
-        reader, writer = await asyncio.open_connection(host, port, limit=1 << 18, ssl=tls)
+        named = None if tls is None else host
+        reader, writer = await asyncio.open_connection(sock=connected, limit=1 << 18, ssl=tls, server_hostname=named)
         try:
             return await _greet(identity, reader, writer)
         except BaseException:
             writer.close()
             raise
+
+
+async def _connected(host: str, port: int) -> socket.socket:
+    connected = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        connected.settimeout(0)  # the event loop waits for it
+        _end_without_acknowledgements(connected)
+        async with asyncio.timeout(_CONNECT_S):
+            await asyncio.get_running_loop().sock_connect(connected, (host, port))
+    except BaseException:
+        connected.close()
+        raise
+    return connected
+
+
+def _end_without_acknowledgements(connection: socket.socket) -> None:
+    """Let a connection end soon after the network was cut: TCP itself tries for minutes, at intervals that double."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _SILENCE:
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 async def _greet(identity: Identity, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> PeerChannel:
@@ -480,6 +507,7 @@ class PeerExchange:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Let a router connect, and apply what it sends."""
         try:
+            _end_without_acknowledgements(writer.get_extra_info("socket"))
             channel = await accept(self._identity, reader, writer)
             self._peer_is_there.set()
             self._peer_is_there.clear()
@@ -533,9 +561,17 @@ class PeerExchange:
     async def _find_peers(self) -> None:
         """Keep a connection to each address of each peer."""
         tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        last: dict[PeerAddress, list[tuple[str, int]]] = {}
         try:
             while True:
-                found = {each for address in self._settings.addresses for each in await _resolved(address)}
+                for address in self._settings.addresses:
+                    try:
+                        last[address] = await _resolved(address)
+                    except OSError as error:  # The last addresses stay: their routers may be well.
+                        self._log.warning(
+                            f"resolve {address.host}", f"--peer {address.host} cannot be resolved: {error}"
+                        )
+                found = {each for addresses in last.values() for each in addresses}
                 if self._unseen is None:
                     self._unseen = set(found)
                 for gone in [each for each in tasks if each not in found]:
@@ -558,6 +594,10 @@ class PeerExchange:
                 channel = await dial(self._identity, host, port, tls)
                 pause_s = _AGAIN_S
                 self._tried(host, port)
+                if any(link.channel.peer == channel.peer for link in self._links):
+                    channel.close()  # Another address of this router is connected, and gets all operations.
+                    await asyncio.sleep(_RESOLVE_S)
+                    continue
                 await self._publish(channel)
             except PeerRefusedError as error:
                 self._tried(host, port)
@@ -601,7 +641,7 @@ class PeerExchange:
             await self._send(link.channel, WantHistory())
         while not reading.done():
             link.changed.clear()
-            for message in link.outlet.due(time.monotonic_ns()):
+            while (message := link.outlet.next_due(time.monotonic_ns())) is not None:
                 await self._send(link.channel, message)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.rules.beat_ns * 1e-9):
@@ -653,10 +693,6 @@ class PeerExchange:
 
 
 async def _resolved(address: PeerAddress) -> list[tuple[str, int]]:
-    """Return the addresses that a name stands for now; none if it cannot be resolved."""
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        logger.warning("--peer %s cannot be resolved: %s", address.host, error)
-        return []
+    """Return the addresses that a name stands for now; OSError if it cannot be resolved."""
+    found = await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     return list({(str(each[4][0]), address.port) for each in found})

@@ -432,10 +432,7 @@ def _sweep(shared: ExchangeContext, clients: ClientConnections) -> None:
 
 def _sweep_engines(shared: ExchangeContext, now_ns: int) -> None:
     """Look at all engines, and let requests leave those that hang or drain."""
-    for address in shared.fleet.addresses:
-        address.pool.sweep(now_ns * 1e-9)
-        for engine in address.engines:
-            shared.fleet.sweep(engine, now_ns)
+    for address in shared.fleet.sweep(now_ns):
         if address.silence.is_hung:  # All its ranks are out of rotation now, so no request moves to one of them.
             for engine in address.engines:
                 _leave(shared, engine, lambda request: request.engine_hangs())

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -18,7 +18,7 @@ from moestro.core.clock import NS_PER_S
 from moestro.core.load_figures import LoadFigures
 from moestro.core.request import Request, ServiceClass
 from moestro.errors import QueueBoundError, QueueTimeoutError, RequestError
-from moestro.gateway.engines.fleet import Fleet
+from moestro.gateway.engines.fleet import Fleet, RouteBounds
 from moestro.routing.route_queue import EngineSaturation, Group, QueuedRequest, RouteQueue
 from moestro.web.figures import Histogram, buckets
 
@@ -27,6 +27,18 @@ _UNAVAILABLE = 503
 _MOST_RETURNS = 1  # times that best effort is given up for urgent work, so that it is delayed once at most
 
 QueueErrorT = TypeVar("QueueErrorT", bound=RequestError)
+
+
+class EngineGroup(NamedTuple):
+    """What decides which engines a request may go to.
+
+    Attributes:
+        model: model that some engines lack; None means that none does.
+        client: client, which engines may have refused.
+    """
+
+    model: str | None
+    client: Hashable
 
 
 class QueuedExchange(Protocol):
@@ -92,8 +104,10 @@ class RequestQueue(Collector):
         now_ns = time.monotonic_ns()
         best_hit = self._fleet.router.best_hit_tokens(request) if self._queue.policy.reads_cache else 0
         num_uncached = max(1, request.num_prompt_tokens - best_hit)
+        # Clients name models that no engine has.
+        group = EngineGroup(model if self._fleet.models.excluded(model) else None, client)
         try:
-            self._queue.enter(request, now_ns, group=self._group_of(model), client=client, num_uncached=num_uncached)
+            self._queue.enter(request, now_ns, group=group, client=client, num_uncached=num_uncached)
         except QueueBoundError as error:
             self._ends["bound"] += 1
             raise self._as_refusal(error) from None
@@ -106,12 +120,15 @@ class RequestQueue(Collector):
         self._saturation.first_token(request_id, now_ns)
         self._poke()
 
-    def ended(self, request_id: str, num_generated_tokens: int) -> None:
-        """Record that a request is on its engine no more."""
+    def left_engine(self, request_id: str) -> None:
+        """Record that a request is on its engine no more; another engine may get it."""
         self._saturation.ended(request_id)
+        self._poke()
+
+    def ended(self, request_id: str, num_generated_tokens: int) -> None:
+        """Record the end of a request, with the tokens of all its engines. One that was not sent is ignored."""
         if (sent := self._sent.pop(request_id, None)) is not None:
             self._queue.ended(sent[0].request, num_generated_tokens)
-        self._poke()
 
     def leave(self, request_id: str) -> None:
         """Remove a request whose exchange is over. A request that does not wait is ignored."""
@@ -154,7 +171,7 @@ class RequestQueue(Collector):
         while self._exchanges:
             now_ns = time.monotonic_ns()
             full = self._full(now_ns)
-            queued = self._queue.next(partial(self._has_room, full), now_ns)
+            queued = self._queue.next(partial(self._has_room, full, {}), now_ns)
             if queued is not None:
                 self._send(queued, full, now_ns)
             elif not self._rules.evicts or not self._evict(now_ns):
@@ -178,16 +195,19 @@ class RequestQueue(Collector):
         """Return the rows of saturated engines."""
         return frozenset(np.flatnonzero(self._saturation.full(self._fleet.router.table, now_ns)).tolist())
 
-    def _group_of(self, model: str | None) -> Group:
-        """Return the model if some engines lack it, else None: clients name models that no engine has."""
-        return model if self._fleet.models.excluded(model) else None
+    def _has_room(self, full: frozenset[int], known: dict[Group, bool], group: Group) -> bool:
+        """Return whether an engine for a group takes a request, or none is ready, which the request then learns.
 
-    def _has_room(self, full: frozenset[int], model: Group) -> bool:
-        """Return whether an engine for `model` takes a request, or none is ready, which the request then learns."""
-        fleet = self._fleet
-        barred = fleet.models.excluded(model if isinstance(model, str) else None)
-        ready = [engine.row for engine in fleet if engine.row not in barred and fleet.router.is_routable(engine.row)]
-        return not ready or any(row not in full for row in ready)
+        Args:
+            known: answers for the same engines, which are added to it.
+        """
+        assert isinstance(group, EngineGroup), "see enter"
+        if not self._fleet.has_pauses:
+            group = EngineGroup(group.model, None)  # All clients may go to the same engines.
+        if group not in known:
+            rows = self._fleet.open_to(RouteBounds(group.model, client=group.client), time.monotonic_ns())
+            known[group] = not rows or any(row not in full for row in rows)
+        return known[group]
 
     def _evict(self, now_ns: int) -> bool:
         """Let the newest best effort without a first byte wait again, for a latency-sensitive request that waits."""
@@ -197,7 +217,7 @@ class RequestQueue(Collector):
         promoted_ns = now_ns - self._queue.policy.promotes_after_ns
         for request_id, (queued, exchange) in reversed(self._sent.items()):
             is_spared = queued.num_returns >= _MOST_RETURNS or queued.request.arrival_ns <= promoted_ns
-            if not queued.is_best_effort or is_spared or queued.group != head.group:
+            if not queued.is_best_effort or is_spared or _model_of(queued) != _model_of(head):
                 continue
             if exchange.give_up_engine():
                 self._sent.pop(request_id, None)
@@ -233,3 +253,7 @@ class RequestQueue(Collector):
         for engine in self._fleet:
             is_full.add_metric((engine.name,), engine.row in full)
         yield is_full
+
+
+def _model_of(queued: QueuedRequest) -> str | None:
+    return queued.group.model if isinstance(queued.group, EngineGroup) else None

@@ -133,7 +133,7 @@ class _RouteServer:
             limits = None if place is None else ProcessLimits(place.limits, place.number)
             app = assemble(self._settings, self._prompt_reader, faults, sink, peer_name, limits)
             if place is not None:
-                app.engine_admin.made_by_all = place.changes.read
+                app.engine_admin.follow(place.changes)
             app.statistics.clients_port = listener.getsockname()[1]
             app.statistics.operators_port = admin_listener.getsockname()[1]
             async with (

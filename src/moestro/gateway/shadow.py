@@ -178,6 +178,7 @@ class LogFollower:
 _LOOK_S = 0.25  # Time between two looks at the log.
 _COUNTS_NS = 60 * NS_PER_S  # Time between two records of what engines have counted.
 _FORGET_NS = 3600 * NS_PER_S  # Longest wait for the line of a request.
+_MAX_OPEN = 1 << 16  # Requests without a line, some 100 MB: a log that nothing is written to must not fill the memory.
 _UNKNOWN_STATUS = 0
 _NO_COPIES = 10  # Answers without any copy of a request, after which the log says that none comes.
 _LINES = ("matched", "no_copy", "no_engine", "unreadable")
@@ -385,7 +386,9 @@ class ShadowObserver(Collector):
         return sum(totals.first_token_s or 0.0 for totals in known) / num * NS_PER_S if num else None
 
     def _forget(self, now_ns: int) -> None:
-        while self._open and now_ns - next(iter(self._open.values())).arrival_ns > _FORGET_NS:
+        while len(self._open) > _MAX_OPEN or (
+            self._open and now_ns - next(iter(self._open.values())).arrival_ns > _FORGET_NS
+        ):
             request_id, _ = self._open.popitem(last=False)
             self.counts.copies["no_line"] += 1
             self._fleet.router.ended(request_id, now_ns)

@@ -1,15 +1,13 @@
-"""Memory that the processes of a router share: the stage of each worker's start, and operators' changes of engines."""
+"""Place of a worker among the processes of a router, and the memory that they share."""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
-from moestro.gateway.admin import OperatorChange, in_effect
+from moestro.gateway.discovery.operator_changes import OperatorChanges
 from moestro.web.rate_limits import SharedLimits
 
 _COUNTERS = ("begun", "serving")
@@ -41,48 +39,6 @@ class WorkerStarts:
         """Return whether all workers take requests."""
         rows = self._rows
         return bool(((rows["serving"] == rows["begun"]) & (rows["begun"] > 0)).all())
-
-
-_HALF_BYTES = 1 << 20  # tens of thousands of changes; memory that is not written takes no room
-_HEAD_BYTES = 8
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(list[OperatorChange]).decode
-
-
-class OperatorChanges:
-    """The changes of engines that operators have made, in memory that all processes of a router inherit.
-
-    The list outlives the process of the admin plane, its only writer, and workers read it without that process. One
-    half of the memory has the list while the other half is written, so that a writer may die at any time.
-    """
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _HEAD_BYTES + 2 * _HALF_BYTES)
-        self._version = np.frombuffer(self._memory, "u8", 1)
-        self._known: tuple[int, list[OperatorChange]] = (0, [])  # the version that was read last
-
-    def read(self) -> list[OperatorChange]:
-        """Return the changes, oldest first; callers must not change the list."""
-        while True:
-            version = int(self._version[0])
-            if version == self._known[0]:
-                return self._known[1]
-            at = _HEAD_BYTES + version % 2 * _HALF_BYTES
-            num_bytes = int.from_bytes(self._memory[at : at + _HEAD_BYTES], "little")
-            begin = at + _HEAD_BYTES
-            packed = self._memory[begin : begin + min(num_bytes, _HALF_BYTES)]
-            if int(self._version[0]) == version:
-                self._known = (version, _decode(packed) if packed else [])
-
-    def write(self, changes: Sequence[OperatorChange]) -> None:
-        """Replace the changes. Those without effect are left out, and so are the oldest ones beyond a megabyte."""
-        kept = in_effect(changes)
-        while len(packed := _encode(kept)) > _HALF_BYTES - _HEAD_BYTES:
-            del kept[: len(kept) // 8 + 1]
-        version = int(self._version[0]) + 1
-        at = _HEAD_BYTES + version % 2 * _HALF_BYTES
-        self._memory[at : at + _HEAD_BYTES + len(packed)] = len(packed).to_bytes(_HEAD_BYTES, "little") + packed
-        self._version[0] = version
 
 
 @dataclass(frozen=True, slots=True)

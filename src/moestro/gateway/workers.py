@@ -28,21 +28,20 @@ import msgspec
 from aiohttp import web
 
 from moestro.config.idle_flags import warn_of_idle_flags
-from moestro.errors import MoestroError
+from moestro.errors import ConfigError, MoestroError
 from moestro.gateway.admin import (
     MAX_BODY_BYTES,
     AdminHandlers,
-    ChangeMade,
     EngineView,
-    OperatorChange,
     admin_runner,
     url_to_add,
 )
 from moestro.gateway.clients.request_body import PromptReader
+from moestro.gateway.discovery.operator_changes import ChangeMade, OperatorChange, OperatorChanges
 from moestro.gateway.figures import RouteSummary, route_banner
 from moestro.gateway.server import route
-from moestro.gateway.settings import ROUTE_NEEDS, AdminSettings, RouteSettings
-from moestro.gateway.worker_place import OperatorChanges, WorkerPlace, WorkerStarts
+from moestro.gateway.settings import ROUTE_NEEDS, AdminSettings, EngineUrl, RouteSettings
+from moestro.gateway.worker_place import WorkerPlace, WorkerStarts
 from moestro.web.banner import print_banner
 from moestro.web.bodies import Bodies
 from moestro.web.errors import HttpError
@@ -315,7 +314,7 @@ class Workers:
         """Let all workers change their engines, also those that start later, and return one answer.
 
         A refusal of any worker is returned in place of the others' answers. But a worker whose lists do not name the
-        engine yet makes a drain or a resumption when they do.
+        engine makes the change when they do.
 
         Args:
             change: the change that the request asks for; None means that it asks for none in a known form.
@@ -336,7 +335,7 @@ class Workers:
             finally:
                 if not is_taken:
                     shared.write(before)
-            if is_taken and change is not None and change.made in (ChangeMade.DRAIN, ChangeMade.RESUME):
+            if is_taken:
                 answers = [answer for answer in answers if answer.status != HTTPStatus.NOT_FOUND]
             return max(answers, key=lambda answer: answer.status)
 
@@ -397,8 +396,9 @@ class WorkersAdmin:
         async with self._bodies.holding(http) as held:
             body = bytes(held)
         try:
-            change = OperatorChange(ChangeMade.ADD, url_to_add(body))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            url = url_to_add(body)
+            change = OperatorChange(ChangeMade.ADD, EngineUrl.parse(url).name, url)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError):
             change = None  # the workers refuse it
         answer = await self._workers.change_all(http.method, http.raw_path, change, body)
         return answer.response()

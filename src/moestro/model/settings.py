@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from cyclopts import Group, Parameter
-
-from moestro.core.setting_checks import CheckedSettings, above, at_least, between
+from moestro.core.setting_checks import CheckedSettings, above, at_least, between, flag_group
 from moestro.errors import ConfigError
 from moestro.model.experts.gate_override import check_spec
 
@@ -23,9 +21,7 @@ LoadFormat = Literal["auto", "dummy"]
 DEMO_MODEL = "moestro-demo"  # the small model that comes with Moestro
 
 _DEFAULT_KV_CACHE_BYTES = 1 << 30
-_MEMORY = Parameter(
-    group=Group("Memory", help="The length and the number of sequences.", sort_key=2),
-)
+_MEMORY = ("Memory", "The length and the number of sequences.", 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +74,11 @@ class NetworkSettings(CheckedSettings):
 class CacheSettings(CheckedSettings):
     """The KV cache of one rank, real or simulated."""
 
-    max_model_len: Annotated[int | None, at_least(1), _MEMORY] = None
+    max_model_len: Annotated[int | None, at_least(1), flag_group(*_MEMORY)] = None
     "Tokens of the longest sequence, prompt and answer. Unset or auto: the limit of the model, if it fits."
-    block_size: Annotated[int, at_least(1), _MEMORY] = 16
+    block_size: Annotated[int, at_least(1), flag_group(*_MEMORY)] = 16
     "Tokens of one KV block, the unit of memory and of prefix caching."
-    kv_offloading_size: Annotated[float, at_least(0), _MEMORY] = 0.0
+    kv_offloading_size: Annotated[float, at_least(0), flag_group(*_MEMORY)] = 0.0
     "GiB of host memory of each engine, for KV of preempted requests and evicted prefixes. 0: it is computed again."
 
 
@@ -90,13 +86,13 @@ class CacheSettings(CheckedSettings):
 class ModelSettings(CacheSettings, NetworkSettings):
     """One rank's network, its KV cache, and the memory that this may take."""
 
-    gpu_memory_utilization: Annotated[float, above(0, at_most=1), _MEMORY] = 0.9
+    gpu_memory_utilization: Annotated[float, above(0, at_most=1), flag_group(*_MEMORY)] = 0.9
     "Share of a GPU's memory for weights, steps and KV cache together; engines on one GPU divide it."
-    kv_cache_memory_bytes: Annotated[int | None, at_least(1), _MEMORY] = None
+    kv_cache_memory_bytes: Annotated[int | None, at_least(1), flag_group(*_MEMORY)] = None
     "Bytes of KV cache of each engine, exactly. Unset: what --gpu-memory-utilization leaves of a GPU; 1 GiB on a CPU."
-    num_gpu_blocks_override: Annotated[int | None, at_least(1), _MEMORY] = None
+    num_gpu_blocks_override: Annotated[int | None, at_least(1), flag_group(*_MEMORY)] = None
     "KV blocks of each engine, in place of the two above; for experiments with scarce memory."
-    max_parked_bytes: Annotated[int | None, at_least(1), _MEMORY] = None
+    max_parked_bytes: Annotated[int | None, at_least(1), flag_group(*_MEMORY)] = None
     "In preemptive mode, bytes of the KV cache's memory for what is inside the network; unset: two full steps."
 
     @property

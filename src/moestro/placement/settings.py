@@ -7,9 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
-
-from moestro.core.setting_checks import CheckedSettings, at_least, between
+from moestro.core.setting_checks import CheckedSettings, at_least, between, flag_help
 from moestro.cost.gpus import GPUS, gpu_named
 from moestro.cost.links import INFINIBAND_HDR, LINKS, link_named
 from moestro.errors import ConfigError
@@ -35,7 +33,7 @@ class ExpertLoadSettings(CheckedSettings):
 NO_POLICY = "none"
 _POLICY = (
     f"In ep and async mode, what plans the placement of experts while the server runs; {NO_POLICY} plans only when"
-    f" operators ask. NAME or NAME:SETTING=VALUE,...; or FILE.py:NAME.\n\n{PLACE_POLICIES.help_text()}"
+    " operators ask. NAME or NAME:SETTING=VALUE,...; or FILE.py:NAME."
 )
 
 
@@ -43,7 +41,7 @@ _POLICY = (
 class LivePlacementSettings(CheckedSettings):
     """When a running server moves experts, where to, and how fast."""
 
-    placement_policy: Annotated[str, Parameter(help=_POLICY)] = NO_POLICY
+    placement_policy: Annotated[str, flag_help(_POLICY, PLACE_POLICIES)] = NO_POLICY
     # vLLM's step_interval (EPLBConfig) is 3000, and Gimbal keeps it; SGLang's eplb_rebalance_num_iterations is 1000.
     placement_interval: Annotated[int, at_least(0)] = 3000
     "Steps of the group after which the policy plans again. 0: never by steps. The load is read every 2 s."
@@ -73,18 +71,18 @@ class LivePlacementSettings(CheckedSettings):
     )
     placement_gpu: Annotated[
         str | None,
-        Parameter(help=f"GPU whose prices plans use: one of {', '.join(GPUS)}. Unset: that of --device, or h100."),
+        flag_help(f"GPU whose prices plans use: one of {', '.join(GPUS)}. Unset: that of --device, or h100."),
     ] = None
     placement_link: Annotated[
         str | None,
-        Parameter(
-            help="Link between the GPUs whose prices plans use. Unset: --paced-link of a paced device, else the GPU's"
+        flag_help(
+            "Link between the GPUs whose prices plans use. Unset: --paced-link of a paced device, else the GPU's"
             f" NVSwitch; one of {', '.join(LINKS)}."
         ),
     ] = None
     placement_link_across: Annotated[
         str,
-        Parameter(help=f"Link between machines whose prices plans use with --launcher ray; one of {', '.join(LINKS)}."),
+        flag_help(f"Link between machines whose prices plans use with --launcher ray; one of {', '.join(LINKS)}."),
     ] = INFINIBAND_HDR.name
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from moestro.errors import ConfigError
 from moestro.planner.settings import ObjectiveSettings, PlanSettings
 from moestro.planner.systems import RunLimits, ServedSystem, ServerLaunch, memory_share, own_servers
 from moestro.sim.cluster import AtTimes, Workload
-from moestro.sim.groups.group_builder import network_of
+from moestro.sim.groups.group_setup import network_of
 from moestro.sim.records import read_record
 from moestro.sim.replay import read_engines
 from moestro.sim.results import Results

@@ -31,8 +31,9 @@ from moestro.planner.settings import ObjectiveSettings
 from moestro.planner.systems import STEP_POLICY, RunLimits
 from moestro.sim.closed_loop import SPREAD_S, Observation, Replacing, run_observed
 from moestro.sim.groups.group import Ranks
-from moestro.sim.groups.group_builder import GroupSetup, deployment_of, make_group, pricing_of
+from moestro.sim.groups.group_builder import deployment_of, make_group, pricing_of
 from moestro.sim.groups.group_figures import LeastTimes, drawn_visits, least_work_ns
+from moestro.sim.groups.group_setup import GroupSetup
 from moestro.sim.groups.lock_step_group import LOCK_STEP, LockStepGroup, StepPricing, plain_replica
 from moestro.sim.settings import GroupSettings, PolicySettings, SimEngineSettings
 

@@ -19,7 +19,7 @@ from moestro.planner.settings import PlanSettings, unnamed_notes
 from moestro.planner.systems import ServedSystem, system_named
 from moestro.sim.cluster import Workload
 from moestro.sim.groups.group import Prices
-from moestro.sim.groups.group_builder import make_prices
+from moestro.sim.groups.group_setup import make_prices
 from moestro.sim.scenario import Scenario, make_bounds, run
 from moestro.sim.settings import PolicySettings
 from moestro.workload.rows import RequestForm

@@ -159,7 +159,7 @@ class RouteQueue:
         if found is None:
             return None
         self._remove(found.request.request_id)
-        self._usual_wait_ns += _GAIN * (now_ns - found.entered_ns - self._usual_wait_ns)
+        self._learn_wait(now_ns - found.entered_ns)
         if self.policy.observes and not found.num_returns:  # a request is charged once
             self.policy.observe(Admitted(_user_of(found.request), found.request.num_prompt_tokens))
             self._order = None
@@ -179,6 +179,7 @@ class RouteQueue:
             late.append(queued)
         for queued in late:
             self._remove(queued.request.request_id)
+            self._learn_wait(now_ns - queued.entered_ns)
         return late
 
     def ended(self, request: Request, num_generated_tokens: int) -> None:
@@ -188,10 +189,13 @@ class RouteQueue:
             self._order = None
 
     def retry_after_s(self) -> int:
-        """Whole seconds after which a refused client may try again: the usual wait."""
+        """Whole seconds after which a refused client may try again: the usual wait, of those that expired too."""
         return min(_MOST_RETRY_AFTER_S, max(1, math.ceil(self._usual_wait_ns / NS_PER_S)))
 
     # --- inside
+
+    def _learn_wait(self, wait_ns: int) -> None:
+        self._usual_wait_ns += _GAIN * (wait_ns - self._usual_wait_ns)
 
     def _check_bounds(self, client: Hashable, num_tokens: int) -> None:
         rules, num, tokens = self._rules, self._num_of_client[client], self._tokens_of_client[client]
@@ -302,7 +306,7 @@ class SaturationRules:
     """
 
     kv_usage: float = 0.95
-    num_waiting: int = 4
+    num_waiting: int = 2
     ttft_ns: int | None = None
 
 

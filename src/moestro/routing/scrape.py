@@ -170,7 +170,9 @@ class MetricsReader:
 
     def take(self, text: bytes) -> None:
         """Replace the text."""
-        text = b"\n" + text[:MAX_BYTES]  # each line follows a newline, also the first one
+        text = text[:MAX_BYTES]
+        if text[:1] != b"#":  # Each needed line follows a newline; the first line of most servers is a comment.
+            text = b"\n" + text
         if self._has_same_span(text):
             return
         found = list(_NEEDED_LINE.finditer(text))

@@ -6,20 +6,19 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import msgspec
-from cyclopts import Parameter
 
-from moestro.core.setting_checks import CheckedSettings, at_least, check_settings
+from moestro.core.setting_checks import CheckedSettings, at_least, check_settings, flag_help
 from moestro.routing.policy_contract import FRESH_NS
 from moestro.routing.registry import ROUTE_POLICIES
 
-_HELP = f"Policy that chooses engines (bailian:hit_weight=0.5), or FILE.py:NAME.\n\n{ROUTE_POLICIES.help_text()}"
+_HELP = "Policy that chooses engines (bailian:hit_weight=0.5), or FILE.py:NAME."
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutePolicySettings(CheckedSettings):
     """The routing policy that an operator chooses."""
 
-    route_policy: Annotated[str, Parameter(help=_HELP)] = "moestro"
+    route_policy: Annotated[str, flag_help(_HELP, ROUTE_POLICIES)] = "moestro"
     route_score: str | None = None
     "Expression over indicators that replaces the policy; the lowest value wins: 'p_tokens * (batch_size + 1)'."
 

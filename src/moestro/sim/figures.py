@@ -15,8 +15,7 @@ from rich.table import Table
 
 from moestro import __version__
 from moestro.core.rng import student_t_quantile
-from moestro.sim.groups.group_figures import GroupFigures, PlanFigures
-from moestro.sim.results import NOT_YET_NS, WINDOW_NS, Results
+from moestro.sim.results import NOT_YET_NS, WINDOW_NS, GroupFigures, PlanFigures, Results
 from moestro.sim.scenario import Saturation
 from moestro.workload.run_records import Report, Slos, Spread, make_report, spread_of
 from moestro.workload.traces.request_record import UNKNOWN

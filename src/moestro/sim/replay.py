@@ -29,7 +29,7 @@ from moestro.routing.registry import ROUTE_POLICIES
 from moestro.routing.scoring import Stateless
 from moestro.sim.cluster import Arrivals, AtTimes, ClosedLoop, Int64s, think_times
 from moestro.sim.figures import REQUESTS_PER_UPDATE, PolicyChange, SimReport, TrafficGroup, block_half_width, outcome_of
-from moestro.sim.groups.group_builder import make_prices
+from moestro.sim.groups.group_setup import make_prices
 from moestro.sim.records import CountedGain, ShadowRecord
 from moestro.sim.results import ANSWERED, NOT_YET_NS, Results
 from moestro.sim.scenario import Scenario, affinity_notes, make_bounds, run

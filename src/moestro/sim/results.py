@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from hashlib import blake2b
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,6 +23,45 @@ _COLUMNS = (
     "arrival_ns", "admitted_ns", "first_token_ns", "last_token_ns", "num_prompt_tokens", "num_tokens", "num_hit_tokens",
     "num_host_tokens", "num_preemptions", "engine", "is_best_effort", "status",
 )  # fmt: skip
+
+
+class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Placement while serving, in all groups of one policy's run.
+
+    Attributes:
+        num_plans: answers of the placement policy.
+        num_moving_plans: answers that were followed and by which at least one copy moves.
+        num_moves: copies that devices received.
+    """
+
+    num_plans: int
+    num_moving_plans: int
+    num_moves: int
+
+
+class GroupFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of all groups of one policy's run.
+
+    Attributes:
+        num_attention_workers, num_expert_workers: workers of a group; the former have experts too if the latter are 0.
+        stall_shares: share of its group's time, in which the group has requests, for which each worker does not
+            compute; all groups one after another, attention workers first.
+        num_messages, num_bytes: messages between workers and their bytes. None in lock-step, which has collectives.
+        bound_same, bound_permuted: output tokens a second that no mode exceeds with this division of the workers, if
+            all layers have the same hot experts and if each layer has others.
+        share_of_bound: output tokens a second over the bound that holds for this run.
+        plans: figures of placement while serving. None where experts stay.
+    """
+
+    num_attention_workers: int
+    num_expert_workers: int
+    stall_shares: tuple[float, ...]
+    num_messages: int | None
+    num_bytes: int | None
+    bound_same: float
+    bound_permuted: float
+    share_of_bound: float
+    plans: PlanFigures | None = None
 
 
 class Results:

@@ -35,19 +35,16 @@ from moestro.sim.cluster import (
     think_times,
 )
 from moestro.sim.groups.group import Group, Prices, Ranks
-from moestro.sim.groups.group_builder import (
+from moestro.sim.groups.group_setup import (
     GroupSetup,
-    group_kv_blocks,
     kv_token_bytes,
-    make_group,
     make_group_setup,
     make_prices,
     network_of,
     stage_cost,
 )
-from moestro.sim.groups.group_figures import GroupFigures, group_figures
 from moestro.sim.groups.worker_group import StagedRank
-from moestro.sim.results import Results
+from moestro.sim.results import GroupFigures, Results
 from moestro.sim.settings import PolicySettings, SimEngineSettings, SimSettings, WorkloadSettings
 from moestro.sim.signals import AT_ONCE, RouterFleet, RouterLinks, SignalSettings
 from moestro.workload.generated.draws import at_rate, constant, draw_shape, gamma, poisson, replay, weibull
@@ -287,6 +284,8 @@ def num_kv_blocks(engines: SimEngineSettings, group: GroupSetup | None, policy: 
         ConfigError: none fits.
     """
     if policy.has_group:
+        from moestro.sim.groups.group_builder import group_kv_blocks  # noqa: PLC0415 - only groups take the time
+
         assert group is not None, "checked by the settings"
         return group_kv_blocks(group, policy)
     return _engine_kv_blocks(engines)
@@ -350,6 +349,10 @@ def run_with_figures(
     if not policy.has_group:
         alone = [_make_ranks(bounds, scenario, policy) for _ in range(scenario.engines.count)]
         return _serve(alone, bounds, scenario, policy, on_arrival), None
+    # All of live placement comes with these, and a simulation of engines that compute alone needs none of it.
+    from moestro.sim.groups.group_builder import make_group  # noqa: PLC0415
+    from moestro.sim.groups.group_figures import group_figures  # noqa: PLC0415
+
     assert scenario.group is not None, "checked by the settings"
     groups = [make_group(scenario.group, policy, bounds, number) for number in range(scenario.engines.count)]
     results = _serve(groups, bounds, scenario, policy, on_arrival)

@@ -377,7 +377,7 @@ class PolicySettings(PreemptionSettings, SchedulerPolicies, GroupModeSettings):
     max_num_urgent_seqs: Annotated[int | None, at_least(0)] = None
     signals: SignalSettings | None = None
     queue_policy: str = NO_QUEUE
-    queue_waiting: Annotated[int, at_least(1)] = 4
+    queue_waiting: Annotated[int, at_least(1)] = 2
     queue_kv_usage: Annotated[float, above(0, at_most=1)] = 0.95
     routers: Annotated[int, between(1, 64)] = 1
     router_delay_ms: Annotated[float | None, at_least(0)] = None

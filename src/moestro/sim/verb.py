@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from moestro.config.cores import num_cores, run_jobs
+from moestro.config.jobs import num_cores, run_jobs
 from moestro.core.clock import NS_PER_MS, NS_PER_S
 from moestro.errors import ConfigError
 from moestro.sim.cluster import Int64s
@@ -29,10 +29,9 @@ from moestro.sim.figures import (
     print_report,
     shown_figures,
 )
-from moestro.sim.groups.group_figures import GroupFigures
 from moestro.sim.records import is_router_record, is_shadow_record, read_router_record, read_shadow_record
 from moestro.sim.replay import ShadowAnswer, WhatIf, WhatIfSettings, shadow_what_if, what_if
-from moestro.sim.results import ANSWERED, NOT_YET_NS, REFUSED, Results
+from moestro.sim.results import ANSWERED, NOT_YET_NS, REFUSED, GroupFigures, Results
 from moestro.sim.scenario import OnArrival, Scenario, affinity_notes, at_load, make_scenario, run_with_figures
 from moestro.sim.settings import SimSettings, read_settings
 from moestro.workload.progress import progress

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
 from typing import Any
 
 import pytest
@@ -142,6 +143,42 @@ async def test_streams_of_an_engine_that_drains_go_on_elsewhere():
             expected = calm(CHAT, body_of(text=f"hello {i}"))
             check_as_one_answer((await call).body, expected, path=CHAT, has_ids=False)
         assert it.counts.resumed["drains"] > 1
+
+
+@looped
+async def test_engine_that_continues_the_stream_of_a_slow_client_waits_for_it():
+    num_tokens, text = 200, "x" * 50_000
+
+    async def stream(engine: FakeEngine, wire: Wire, request: Received) -> None:
+        prompt = json.loads(request.body)["prompt"]
+        num_before = 0 if isinstance(prompt, str) else len(prompt) - 1
+        wire.open_stream()
+        for at in range(num_before, num_tokens):
+            choice = {"index": 0, "text": text, "token_ids": [7], "finish_reason": None}
+            choice |= {"prompt_token_ids": [1]} if at == num_before else {}
+            choice |= {"finish_reason": "length"} if at == num_tokens - 1 else {}
+            wire.chunk(b"data: " + json.dumps({"id": "x", "model": "m", "choices": [choice]}).encode() + b"\n\n")
+        wire.chunk(b"data: [DONE]\n\n")
+        wire.end_stream()
+
+    engines = FakeEngine("a", stream), FakeEngine("b", stream)
+    async with rig(*engines, resume_streams=True) as it:
+        connected = socket.create_connection(("127.0.0.1", it.port))
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        caller = await it.caller(connected)
+        caller.ask(
+            COMPLETIONS, {"model": "m", "prompt": "hi", "stream": True, "temperature": 0, "max_tokens": num_tokens}
+        )
+        await it.until(lambda: len(it.app.shared.active) == 1)
+        [exchange] = it.app.shared.active.values()
+        await it.until(lambda: exchange._connection is not None and exchange._connection._is_paused)
+        first = exchange._engine.name
+        it.app.engine_admin.switch(first, is_draining=True)
+        await it.until(lambda: exchange._engine.name != first and exchange._engine.num_streaming == 1)
+        assert exchange._connection._is_paused
+        body = (await caller.answer()).body
+        assert body.count(text.encode()) == num_tokens
+        assert it.counts.resumed == {"drains": 1}
 
 
 @looped

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.routers import request, router
 
 from moestro.routing.replication.journal import (
     MAX_BLOCKS,
@@ -12,8 +13,11 @@ from moestro.routing.replication.journal import (
     Began,
     Digest,
     Finished,
+    Journal,
     OperationBatch,
+    Outlet,
     RouterRun,
+    Want,
     decode_message,
     encode_message,
 )
@@ -50,3 +54,21 @@ def test_what_no_router_sends_is_refused(data, words):
 def test_a_message_is_read_as_it_was_sent():
     message = batch(Began(7, "http://e:1", -5, 9, 4, bytes(32), "session", None), Finished(7))
     assert decode_message(encode_message(message)) == message
+
+
+@pytest.mark.parametrize("name", ["x" * 256, "\u00e9" * 256, "\U0001f600" * 256])
+def test_requests_with_long_names_are_sent_in_messages_that_routers_read(name):
+    """A message that is too long ends the connection, and the next one begins with the same operations."""
+    sender = router(1, "least_loaded")
+    sender.journal = Journal(ORIGIN, lambda row: "http://10.0.0.1:8000")
+    outlet = Outlet(sender.journal, beat_ns=1)
+    hashes = bytes(16 * MAX_BLOCKS)
+    for number in range(MAX_OPERATIONS):
+        names = {"session_id": name, "user": name, "block_hashes": hashes if number > 500 else b""}
+        sender.submit(request(f"{number}", MAX_BLOCKS, **names), 0)
+    for wanted in (1, None):
+        outlet.wanted(Want(ORIGIN, wanted))
+        message = outlet.next_due(0)
+        assert decode_message(encode_message(message)) == message
+        sent = message.operations[0] if wanted else message.flights[0]
+        assert sent.session_id == sent.user == (name if name.isascii() else None)

@@ -392,6 +392,11 @@ class ClientConnection(asyncio.Protocol):
         """Most bytes of a request's body, packed and unpacked."""
         return self._clients.limits.max_body_bytes
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether the client must read before it gets more."""
+        return self._is_full
+
     # --- called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -201,17 +201,19 @@ class EngineLists:
     The caller applies the changes in their order.
 
     Attributes:
-        ignored: Entries that another one of the same name or address hides, as texts for the log.
+        ignored: Entries that do not count, as texts for the log: another one of the same name or address hides them, or
+            the operator has removed the engine.
+        removed: Returns the names of engines that the operator has removed, which no list brings back.
     """
 
     def __init__(self, rules: KeepRules = KeepRules()) -> None:
         self._rules = rules
         self._own: dict[str, EngineEntry] = {}  # Of the command line and the admin plane.
         self._listed: dict[str, tuple[EngineEntry, ...]] = dict.fromkeys(SOURCES, ())
-        self._dismissed: set[str] = set()  # Removed by the operator, until their source lists them no more.
         self._present: dict[str, EngineEntry] = {}
         self._absent: OrderedDict[str, tuple[EngineEntry, int]] = OrderedDict()  # With the time of their removal.
         self.ignored: tuple[str, ...] = ()
+        self.removed: Callable[[], Collection[str]] = lambda: ()
 
     @property
     def num_absent(self) -> int:
@@ -225,8 +227,6 @@ class EngineLists:
     def replace(self, source: str, entries: Sequence[EngineEntry], now_ns: int) -> list[Change]:
         """Take in the whole list of a source."""
         self._listed[source] = tuple(entries)
-        names = {entry.name for each in self._listed.values() for entry in each}
-        self._dismissed &= names
         return self._changes(now_ns)
 
     def add(self, entry: EngineEntry, now_ns: int) -> list[Change]:
@@ -242,12 +242,10 @@ class EngineLists:
         return self._changes(now_ns)
 
     def remove(self, name: str, now_ns: int) -> list[Change]:
-        """Remove an engine for good, by the operator's wish. A source that lists it still does not bring it back."""
+        """Remove an engine at once, by the operator's wish, which `removed` has by now."""
         kept = self._absent.pop(name, None)
         entry = self._present.pop(name, None) or (kept and kept[0])
         self._own.pop(name, None)
-        if any(listed.name == name for each in self._listed.values() for listed in each):
-            self._dismissed.add(name)
         return [Change(ChangeKind.REMOVE, entry), *self._changes(now_ns)] if entry else []
 
     def failed(self, name: str) -> None:
@@ -272,8 +270,10 @@ class EngineLists:
         wanted: dict[str, EngineEntry] = {}
         places: dict[tuple[str, str], str] = {}
         ignored = []
+        removed = self.removed()
         for source, entry in self._in_order():
-            if entry.name in self._dismissed and entry.name not in self._own:
+            if entry.name in removed and entry.name not in self._own:
+                ignored.append(f"{entry.name}={entry.url.url} of {source}: the operator has removed it")
                 continue
             holder = entry.name if entry.name in wanted else places.get(entry.place)
             if holder is None:

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 _NONE: frozenset[int] = frozenset()
+_SWEEPS_OF_RESTING = 4  # Sweeps in which each engine that rests is looked at once.
 _MAX_MODELS = 10_000  # limit per engine; further entries are ignored
 
 
@@ -451,6 +452,8 @@ class Fleet:
         self._returning: set[int] = set()  # Rows in slow start or in doubt.
         self._suspected: set[int] = set()  # Rows that get requests only where no other engine can.
         self._pausing: set[int] = set()  # Rows that some clients leave alone for now.
+        self._resting: set[int] = set()  # Rows about which nothing has changed since a sweep found that they rest.
+        self._num_sweeps = 0
         self.models = Models()
         self.pseudonym = f"moestro-{secrets.token_hex(8)}".encode()
 
@@ -517,6 +520,9 @@ class Fleet:
         is_well = any(engine.condition in _IN_ROTATION for engine in before)
         is_draining = bool(before) and all(engine.health.is_draining for engine in before)
         address.engines = [kept.get(rank) or self._add_engine(address, rank, at) for at, rank in enumerate(wanted)]
+        for at, engine in enumerate(address.engines):
+            if engine.rank is not None and engine.head.rank != at:
+                engine.head = replace(engine.head, rank=at)
         for engine in before:
             if engine not in address.engines:
                 self._remove_engine(engine)
@@ -596,9 +602,8 @@ class Fleet:
     def _remove_engine(self, engine: RoutedEngine) -> None:
         del self._by_row[engine.row]
         del self._rows[engine.url]
-        self._returning.discard(engine.row)
-        self._pausing.discard(engine.row)
-        self._suspected.discard(engine.row)
+        for rows in (self._returning, self._pausing, self._suspected, self._resting):
+            rows.discard(engine.row)
         self.router.remove_engine(engine.row, self._now_ns())
         self.models.forget(engine.row)
 
@@ -635,28 +640,45 @@ class Fleet:
         is_open = not is_bound and self.models.are_alike
         exclude = () if is_open else self._excluded(bounds, now_ns)
         try:
-            return self.router.submit(request, now_ns, exclude)
+            decision = self.router.submit(request, now_ns, exclude)
         except NoEngineError as error:
             error.retry_after_s = self._retry_after_s(now_ns)
             raise
+        if decision.engine in self._resting:
+            self._resting.discard(decision.engine)
+            self._by_row[decision.engine].health.rests(now_ns)  # Until now: its request has all its time.
+        return decision
 
     def look_now(self, engine: RoutedEngine) -> None:
         """Update the condition of `engine` after the operator changed it."""
         self.look(engine, self._now_ns())
 
-    def sweep(self, engine: RoutedEngine, now_ns: int) -> None:
-        """Update what time alone may change about `engine`; called several times a second."""
-        row = engine.row
-        is_well = engine.condition is Condition.UP and not engine.address.life.num_missed
-        is_idle = not engine.last_byte_ns and not self.router.num_in_flight_on(row)
-        is_settled = row not in self._returning and row not in self._pausing
-        if not (is_well and is_idle and is_settled and engine.health.rests(now_ns)):
-            self.look(engine, now_ns)
+    def sweep(self, now_ns: int) -> Iterator[EngineAddress]:
+        """Update what time alone may change, several times a second, and yield the servers that it has looked at.
+
+        It looks at those that rest in turns.
+        """
+        self._num_sweeps += 1
+        for turn, address in enumerate(self.addresses, self._num_sweeps):
+            if turn % _SWEEPS_OF_RESTING and all(engine.row in self._resting for engine in address.engines):
+                continue
+            address.pool.sweep(now_ns * 1e-9)
+            for engine in address.engines:
+                row = engine.row
+                is_well = engine.condition is Condition.UP and not address.life.num_missed
+                is_idle = not engine.last_byte_ns and not self.router.num_in_flight_on(row)
+                is_settled = row not in self._returning and row not in self._pausing
+                if is_well and is_idle and is_settled and engine.health.rests(now_ns):
+                    self._resting.add(row)
+                else:
+                    self.look(engine, now_ns)
+            yield address
 
     def look(self, engine: RoutedEngine, now_ns: int) -> None:
         """Update the condition of `engine`, and take it into rotation or out of it."""
         if self._by_row.get(engine.row) is not engine:
             return
+        self._resting.discard(engine.row)
         num_in_flight = self.router.num_in_flight_on(engine.row)
         health = engine.health
         if engine.last_byte_ns:
@@ -721,25 +743,31 @@ class Fleet:
         """Number of engines that get requests."""
         return self.router.num_routable
 
+    def open_to(self, bounds: RouteBounds, now_ns: int) -> list[int]:
+        """Return the rows of the engines that a request may go to, full or not; empty if there is none.
+
+        An engine that may hang, and one that has refused this client, is left out where any other is left.
+        """
+        lacking = self.models.excluded(bounds.model)
+        left = [
+            row
+            for row in self._by_row
+            if self.router.is_routable(row) and row not in bounds.tried and row not in lacking
+        ]
+        left = [row for row in left if row not in self._suspected] or left
+        # An engine that has refused this client is the last resort: it refuses again in its own words, or serves.
+        return [row for row in left if not self._is_paused(row, bounds.client, now_ns)] or left
+
     def _excluded(self, bounds: RouteBounds, now_ns: int) -> list[int]:
         """Return the rows in rotation that must not get this request."""
-        lacking = self.models.excluded(bounds.model)
-        in_rotation = [row for row in self._by_row if self.router.is_routable(row)]
-        excluded = [row for row in in_rotation if row in bounds.tried or row in lacking or row in bounds.full]
-        left = [row for row in in_rotation if row not in excluded]
-        if trusted := [row for row in left if row not in self._suspected]:
-            excluded += [row for row in left if row in self._suspected]
-            left = trusted
-        # An engine that has refused this client is the last resort: it refuses again in its own words, or serves.
-        calm = [row for row in left if not self._is_paused(row, bounds.client, now_ns)]
-        if calm and len(calm) < len(left):
-            excluded += [row for row in left if row not in calm]
-            left = calm
+        left = self.open_to(bounds, now_ns)
+        left = [row for row in left if row not in bounds.full] or left
         settled = [row for row in left if row not in self._returning]
         if settled and len(settled) < len(left):
             most = max(self.router.load_on(row) for row in settled)
-            excluded += [row for row in left if row in self._returning and not self._has_share(row, most, now_ns)]
-        return excluded
+            left = [row for row in left if row not in self._returning or self._has_share(row, most, now_ns)]
+        kept = set(left)
+        return [row for row in self._by_row if row not in kept and self.router.is_routable(row)]
 
     def _is_paused(self, row: int, client: Hashable, now_ns: int) -> bool:
         return row in self._pausing and self._by_row[row].health.pauses.concern(client, now_ns)

@@ -51,8 +51,8 @@ class _Whole:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._body = bytearray()
-        self._status = 0
+        self._pieces: list[bytes] = []
+        self._num_bytes = self._status = 0
         self.is_done = False
         self.answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
 
@@ -62,16 +62,18 @@ class _Whole:
 
     def body(self, data: bytes, *, is_last: bool) -> None:
         """Implement `Sink.body`."""
-        if len(self._body) + len(data) > self._max_bytes:
+        self._num_bytes += len(data)
+        if self._num_bytes > self._max_bytes:
             self.broken(f"its answer has more than {self._max_bytes} bytes")
         else:
-            self._body += data
+            self._pieces.append(data)
 
     def done(self) -> None:
         """Implement `Sink.done`."""
         self.is_done = True
         if not self.answer.done():
-            self.answer.set_result((self._status, bytes(self._body)))
+            pieces = self._pieces
+            self.answer.set_result((self._status, pieces[0] if len(pieces) == 1 else b"".join(pieces)))
 
     def broken(self, cause: str) -> None:
         """Implement `Sink.broken`."""

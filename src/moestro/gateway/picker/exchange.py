@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 from moestro.core.request import Request
@@ -42,8 +44,9 @@ Responses = list[bytes]  # Serialized.
 _LEFT_STATUS = 499  # nginx' status for a client that disconnected.
 _PIECE_BYTES = 62_000  # Largest piece of a body that goes back, below the 64 KiB that gateways take in one message.
 # Stages: no headers yet; the request's body arrives; it is complete and has no engine yet; it is with an engine; the
-# answer's head has passed, and no byte of its body; its body passes; the exchange is over.
-_NEW, _READING, _CHOOSING, _WAITING, _BEGINNING, _ANSWERING, _OVER = range(7)
+# answer's head has passed, and no byte of its body; its body passes; it has passed and is not counted yet; the exchange
+# is over.
+_NEW, _READING, _CHOOSING, _WAITING, _BEGINNING, _ANSWERING, _ANSWERED, _OVER = range(8)
 # A proxy that refuses a request itself sends its own answer at any time, even before the request's headers.
 _BEFORE_ANSWER = frozenset({_NEW, _READING, _CHOOSING, _WAITING})
 _OF_ANSWER = frozenset({"response_headers", "response_trailers"})
@@ -53,11 +56,42 @@ class MessageOrderError(Exception):
     """A message that no proxy sends at this point of an exchange."""
 
 
+class AfterSending:
+    """Notes on exchanges that change none of their responses, taken in order once these have been sent.
+
+    A proxy waits for each response, so what only counts comes after it. Before a decision, all is counted.
+
+    Args:
+        soon: Calls a function once the responses that are written now have been sent.
+    """
+
+    def __init__(self, soon: Callable[[Callable[[], None]], object]) -> None:
+        self._soon = soon
+        self._notes: deque[tuple[PickedExchange, Callable[[], None]]] = deque()
+
+    def add(self, exchange: PickedExchange, note: Callable[[], None]) -> None:
+        """Keep a note on `exchange`, which ends if the note raises an exception."""
+        if not self._notes:
+            self._soon(self.run)
+        self._notes.append((exchange, note))
+
+    def run(self) -> None:
+        """Take all notes now."""
+        while self._notes:
+            exchange, note = self._notes.popleft()
+            if not exchange.has_ended:
+                try:
+                    note()
+                except Exception:
+                    exchange.fail()
+
+
 @dataclass(slots=True, kw_only=True)
 class PickerContext:
     """The parts of the router that all exchanges of the picker use.
 
     Attributes:
+        after: Notes that wait for the responses to be sent.
         memory: Memory of all bodies of requests without an answer yet.
         max_body_bytes: Most bytes of a request's body, packed and unpacked.
         max_endpoints: Most endpoints in an answer, the chosen one included.
@@ -70,6 +104,7 @@ class PickerContext:
 
     shared: ExchangeContext
     admission: Admission
+    after: AfterSending
     memory: BodyMemory
     max_body_bytes: int
     max_endpoints: int
@@ -95,9 +130,10 @@ class PickedExchange:
     """
 
     __slots__ = (
-        "_arrival_ns", "_chunks", "_context", "_decision", "_endpoints", "_engine", "_has_trailers", "_hold",
-        "_is_event_stream", "_is_in_router", "_is_success", "_model", "_num_bytes", "_origin", "_peer", "_push",
-        "_request", "_sent_ns", "_spans", "_stage", "_status", "_subset", "_tail", "_why", "deadline_s", "incoming",
+        "_arrival_ns", "_chunks", "_context", "_decision", "_endpoints", "_engine", "_has_body", "_has_trailers",
+        "_hold", "_is_event_stream", "_is_in_router", "_is_streaming", "_is_success", "_model", "_num_bytes", "_origin",
+        "_peer", "_push", "_request", "_sent_ns", "_spans", "_stage", "_status", "_subset", "_tail", "_why",
+        "deadline_s", "incoming",
     )  # fmt: skip
 
     def __init__(self, context: PickerContext, peer: str, push: Callable[[bytes], None]) -> None:
@@ -119,6 +155,7 @@ class PickedExchange:
         self._origin: Origin | None = None
         self._why = ""
         self._is_in_router = self._is_event_stream = self._is_success = False
+        self._has_body = self._is_streaming = False  # Whether the answer's body has begun, and counts on the engine.
         self._tail = AnswerTail()
         self._spans: RequestSpans | None = None
         self.incoming: Incoming | None = None
@@ -132,6 +169,11 @@ class PickedExchange:
     @property
     def is_over(self) -> bool:
         """Whether the last response has been returned."""
+        return self._stage >= _ANSWERED
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing of the exchange is counted any more."""
         return self._stage == _OVER
 
     # --- called by the port
@@ -142,7 +184,7 @@ class PickedExchange:
         Raises:
             MessageOrderError: No proxy sends this message now.
         """
-        if self._stage == _OVER:
+        if self.is_over:
             return []  # The router has ended the exchange meanwhile.
         kind = message.WhichOneof("request")
         if kind in ("request_body", "response_body"):
@@ -166,7 +208,7 @@ class PickedExchange:
         Raises:
             MessageOrderError: No proxy sends it now.
         """
-        if self._stage == _OVER:
+        if self.is_over:
             return []
         try:
             if piece.kind == "request_body" and self._stage == _READING:
@@ -186,16 +228,18 @@ class PickedExchange:
         """
         if self._stage != _CHOOSING:
             return []  # The router has refused it meanwhile.
+        context = self._context
+        context.after.run()  # So that the decision sees all that has ended.
         self._request, self._model = request, model
-        self._context.shared.counts.num_requests += 1
+        context.shared.counts.num_requests += 1
         try:
             self._choose(self._outside_of(self._subset), now_ns)
         except RequestError as error:
             return self._refused(error)
         assert self.incoming is not None
-        context, body = self._context, self.incoming.body
+        body = self.incoming.body
         self._stage, self._sent_ns = _WAITING, now_ns
-        self._origin = origin_of(self._client_name(), self.incoming.body)
+        context.after.add(self, partial(self._note_choice, body))
         headers = [("x-request-id", self.incoming.request_id.encode()), *context.added]
         if self._spans is not None:
             headers.append((TRACEPARENT, self._spans.traceparent().encode()))
@@ -225,6 +269,7 @@ class PickedExchange:
 
     def closed(self) -> None:
         """End the exchange, because its stream is closed: by the proxy, whose client or engine has left, or here."""
+        self._context.after.run()
         if self._stage == _OVER:
             return
         is_whole = self._is_event_stream and self._tail.has_last_event
@@ -236,6 +281,7 @@ class PickedExchange:
 
     def refuse(self, error: RequestError) -> None:
         """End the exchange at the end of a drain, with the cause where the answer has not begun."""
+        self._context.after.run()
         has_begun = self._stage in (_BEGINNING, _ANSWERING)
         for response in self._refused(error):
             if not has_begun:
@@ -253,6 +299,7 @@ class PickedExchange:
 
         A proxy does not notice that, and cannot be sent on to another engine. The client gets 503 and retries.
         """
+        self._context.after.run()
         if self._stage == _WAITING:
             for response in self._refused(_hanging()):
                 self._push(response)
@@ -264,6 +311,7 @@ class PickedExchange:
 
     def _begin(self, message: ProcessingRequest, now_ns: int) -> Responses:
         context = self._context
+        context.after.run()  # What has ended frees its place among its key's requests.
         head = messages.head_of(message.request_headers)
         client = messages.client_address(message) or self._peer
         self.incoming = incoming = Incoming(head, b"", client)
@@ -326,11 +374,22 @@ class PickedExchange:
         shared.counts.decision_s.observe((time.monotonic_ns() - before_ns) * 1e-9)
         self._decision, self._is_in_router = decision, True
         self._engine = engine = fleet[decision.engine]
-        engine.counts.num_decisions += 1
-        shared.decision_log.routed(self._request, decision, self._why)
-        if self._spans is not None:
+        if self._spans is not None:  # Their context is in the response.
             self._spans.attempt(engine, decision, self._why, 0)
         self._endpoints = self._ordered(decision)
+
+    def _note_choice(self, body: bytes) -> None:
+        """Count and record the engine that gets the request."""
+        self._origin = origin_of(self._client_name(), body)
+        self._record_choice()
+
+    def _record_choice(self) -> None:
+        """Count and record the decision for the present engine."""
+        assert self._engine is not None
+        assert self._request is not None
+        assert self._decision is not None
+        self._engine.counts.num_decisions += 1
+        self._context.shared.decision_log.routed(self._request, self._decision, self._why)
 
     def _ordered(self, decision: RouteDecision) -> dict[str, RoutedEngine]:
         """Return the chosen engine, then the next best ones, by endpoint."""
@@ -348,28 +407,32 @@ class PickedExchange:
         if kind == "response_headers" and self._stage in _BEFORE_ANSWER:
             return self._answer_head(message, now_ns)
         if kind == "response_trailers" and self._stage in (_BEGINNING, _ANSWERING):
-            self._end_answer(now_ns)
+            self._stage = _ANSWERED
+            self._context.after.add(self, partial(self._end_answer, now_ns))
             return [messages.response_trailers()]
         raise _misplaced(kind)
 
     def _answer_head(self, message: ProcessingRequest, now_ns: int) -> Responses:
+        self._find_server(messages.served_by(message.metadata_context), now_ns)
+        is_last = message.response_headers.end_of_stream
+        self._stage = _ANSWERED if is_last else _BEGINNING
+        self._context.after.add(self, partial(self._note_head, message, now_ns, is_last=is_last))
+        return [messages.answer_headers(self._own_headers(), ("x-moestro-engine", "x-moestro-reason"))]
+
+    def _note_head(self, message: ProcessingRequest, now_ns: int, *, is_last: bool) -> None:
+        """Count the head of the answer."""
         status, named = messages.answer_head(message.response_headers)
         self._status = status
-        self._find_server(messages.served_by(message.metadata_context), now_ns)
         if self._spans is not None:
             self._spans.answered(status)
-        engine = self._engine
+        engine, fleet = self._engine, self._context.shared.fleet
         if engine is not None:
             engine.counts.statuses[status] += 1
             if status >= FIRST_ERROR:
-                head = (status, named)
-                judge_status(self._context.shared.fleet, engine, head, self._known_origin, self._sent_ns, now_ns)
+                judge_status(fleet, engine, (status, named), self._known_origin, self._sent_ns, now_ns)
         self._is_event_stream = named.get(b"content-type", b"").startswith(b"text/event-stream")
-        response = messages.answer_headers(self._own_headers(), ("x-moestro-engine", "x-moestro-reason"))
-        self._stage = _BEGINNING
-        if message.response_headers.end_of_stream:
+        if is_last:
             self._end_answer(now_ns)
-        return [response]
 
     def _find_server(self, served: str, now_ns: int) -> None:
         """Move the request in the router to the engine that has answered it."""
@@ -381,6 +444,7 @@ class PickedExchange:
         if self._endpoints.get(served) is engine or (not served and not context.proxy_names_served):
             return
         # The proxy went past this engine, or answers itself because it has reached none.
+        context.after.run()
         for endpoint, passed in self._endpoints.items():
             if endpoint == served:
                 break
@@ -398,30 +462,37 @@ class PickedExchange:
         except RequestError:
             # An engine that left the rotation meanwhile, or an endpoint that is none of ours: not counted anywhere.
             logger.debug("%s was served by %s, which is no engine in rotation", self._request_id(), served)
+        else:
+            self._record_choice()
 
     def _answer_piece(self, data: bytes, now_ns: int, *, is_last: bool) -> Responses:
-        if self._stage == _BEGINNING:
+        self._stage = _ANSWERED if is_last else _ANSWERING
+        self._context.after.add(self, partial(self._note_piece, data, now_ns, is_last=is_last))
+        return [messages.response_piece(data, is_last=is_last)]
+
+    def _note_piece(self, data: bytes, now_ns: int, *, is_last: bool) -> None:
+        """Count a piece of the answer, which may be the first or the last one."""
+        if not self._has_body:
             self._begin_answer(data, now_ns)
         engine = self._engine
         if engine is not None and self._is_success:
             engine.last_byte_ns = engine.pool.arrived_ns = now_ns
         self._tail.add(data)
-        response = messages.response_piece(data, is_last=is_last)
         if is_last:
             self._end_answer(now_ns)
-        return [response]
 
     def _begin_answer(self, data: bytes, now_ns: int) -> None:
         """Count the first byte of an answer."""
-        self._stage = _ANSWERING
+        self._has_body = True
         if self._spans is not None:
             self._spans.began()
         engine, fleet = self._engine, self._context.shared.fleet
         if engine is None or self._request is None:
             return
+        self._is_streaming = True
         engine.num_streaming += 1
         if self._status < 300:
-            fleet.router.first_token(self._request.request_id, now_ns)
+            fleet.router.first_token(self._request.request_id, time.monotonic_ns())
             engine.health.silence.began(now_ns - self._sent_ns)
             engine.counts.first_byte_s.observe((now_ns - self._arrival_ns) * 1e-9)
         if self._status >= FIRST_ERROR:
@@ -433,7 +504,7 @@ class PickedExchange:
             judge_success(fleet, engine, self._sent_ns, now_ns)
 
     def _end_answer(self, now_ns: int) -> None:
-        if self._stage == _BEGINNING:
+        if not self._has_body:
             self._begin_answer(b"", now_ns)
         self._finish(self._status)
 
@@ -461,7 +532,6 @@ class PickedExchange:
         """End the exchange. An error while releasing its state does not keep the client from its answer."""
         if self._stage == _OVER:
             return
-        was_answering = self._stage == _ANSWERING
         self._stage = _OVER
         self._release_body()
         if self.incoming is None:
@@ -471,12 +541,12 @@ class PickedExchange:
         if self.incoming.on_over is not None:
             self.incoming.on_over()
         try:
-            self._release_state(status, was_answering=was_answering)
+            self._release_state(status)
         except Exception:
             logger.exception("%s: its state could not be released", self._request_id())
 
-    def _release_state(self, status: int, *, was_answering: bool) -> None:
-        if was_answering and self._engine is not None:
+    def _release_state(self, status: int) -> None:
+        if self._is_streaming and self._engine is not None:
             self._engine.num_streaming -= 1
         usage = usage_in(self._tail) if self._status == 200 else {}
         if self._engine is not None and self._decision is not None and self._request is not None:

@@ -21,7 +21,7 @@ from moestro.errors import ConfigError, RequestError
 from moestro.gateway.app import RouterApp
 from moestro.gateway.clients.http_headers import KEY_HEADERS
 from moestro.gateway.engines.fleet import RoutedEngine
-from moestro.gateway.picker.exchange import MessageOrderError, PickedExchange, PickerContext, Responses
+from moestro.gateway.picker.exchange import AfterSending, MessageOrderError, PickedExchange, PickerContext, Responses
 from moestro.gateway.picker.ext_proc_pb2 import ProcessingRequest
 from moestro.gateway.picker.grpc_calls import GrpcCall, GrpcStatus, Methods
 from moestro.gateway.picker.grpc_connection import GrpcConnection
@@ -286,6 +286,7 @@ def _context(app: RouterApp, settings: RouteSettings, doubt: Callable[[RoutedEng
     return PickerContext(
         shared=app.shared,
         admission=app.admission,
+        after=AfterSending(asyncio.get_running_loop().call_soon),
         memory=app.clients.memory,
         max_body_bytes=settings.front.max_body_bytes,
         max_endpoints=1 + settings.reliability.max_retries,

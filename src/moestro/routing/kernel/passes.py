@@ -70,6 +70,11 @@ class _Table:
         self.struct = (INT * (1 + len(columns)))(len(table), *(each.ctypes.data for each in columns))
         self.address = ctypes.addressof(self.struct)
         self.routable = int(table.routable.ctypes.data)
+        self._addresses = {id(each): each.ctypes.data for each in columns}
+
+    def address_of(self, column: NDArray[Any]) -> int:
+        """Return the address of an array, which may be one of the table's columns: those cannot be written."""
+        return self._addresses.get(id(column)) or _address(column)
 
 
 class RouteKernel:
@@ -127,8 +132,9 @@ class RouteKernel:
         """Return the row of the only lowest finite score among the rows of a set; -1 where NumPy's code decides."""
         if not _is_plain(scores):
             return -1
-        mask = self._of(table).routable if among is table.routable else _address(among)
-        return int(self._lowest(_address(scores), mask, len(scores)))
+        known = self._of(table)
+        mask = known.routable if among is table.routable else _address(among)
+        return int(self._lowest(known.address_of(scores), mask, len(scores)))
 
     def holders(self, table: EngineTable, hits: Floats, num_tokens: int) -> tuple[int, int] | None:
         """Return how many routable engines have so many tokens of a prompt, and how many have not."""

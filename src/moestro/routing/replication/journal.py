@@ -27,7 +27,7 @@ MAX_BLOCKS = 4096  # leading blocks of a prompt that peers learn
 MAX_HISTORY_PROMPTS = 256  # of one part
 MAX_HISTORY_BYTES = 256 << 10  # of block names in one part, apart from those of its last prompt
 MAX_HISTORY_BLOCKS = 1 << 15  # of one prompt; a longer one is left out
-MAX_NAME = 256  # characters of a session, a user or a router; longer sessions and users stay unknown to peers
+MAX_NAME = 256  # characters of a router's name; bytes of a session's or a user's, longer ones stay unknown to peers
 _MAX_URL = 2048
 
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
@@ -335,6 +335,7 @@ class Outlet:
         self._next_seq = journal.head_seq + 1
         self._sent_ns: int | None = None  # None means that nothing was sent yet
         self._needs_snapshot = False
+        self._parts: deque[Snapshot] = deque()  # of a snapshot, not sent yet
 
     def wanted(self, want: Want) -> None:
         """Take in what the peer lacks."""
@@ -346,24 +347,39 @@ class Outlet:
             self._next_seq = min(self._next_seq, want.from_seq)
 
     def due(self, now_ns: int) -> Iterator[Message]:
-        """Yield the messages that are to be sent now, each before the next is made."""
+        """Yield all messages that are to be sent now."""
+        while (message := self.next_due(now_ns)) is not None:
+            yield message
+
+    def next_due(self, now_ns: int) -> Message | None:
+        """Return the next message that is to be sent now; None if there is none.
+
+        The journal may have moved on since the last one, whose sending takes as long as the peer is slow.
+        """
         journal = self._journal
         if self._needs_snapshot or not journal.keeps(self._next_seq):
             self._needs_snapshot = False
             self._next_seq = journal.head_seq + 1
+            self._parts = deque(journal.snapshot(now_ns))
+        if self._parts:
             self._sent_ns = now_ns
-            yield from journal.snapshot(now_ns)
+            return msgspec.structs.replace(self._parts.popleft(), now_ns=now_ns)
         is_due = self._sent_ns is None or now_ns - self._sent_ns >= self._beat_ns
-        while self._next_seq <= journal.head_seq or is_due:
-            batch = journal.batch(self._next_seq, now_ns)
-            self._next_seq += len(batch.operations)
-            self._sent_ns, is_due = now_ns, False
-            yield batch
+        if self._next_seq > journal.head_seq and not is_due:
+            return None
+        batch = journal.batch(self._next_seq, now_ns)
+        self._next_seq += len(batch.operations)
+        self._sent_ns = now_ns
+        return batch
 
 
 def _short(name: str | None) -> str | None:
-    """Return the name of a session or a user, or None if it is too long for peers."""
-    return name if name is not None and len(name) <= MAX_NAME else None
+    """Return the name of a session or a user, or None if it is too long for peers.
+
+    With four bytes for each character, the names of 512 requests would be more than one message may have.
+    """
+    is_short = name is not None and len(name) <= MAX_NAME and len(name.encode()) <= MAX_NAME
+    return name if is_short else None
 
 
 def _bytes_of(operation: Operation) -> int:

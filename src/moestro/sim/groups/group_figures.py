@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,10 +20,11 @@ from moestro.core.experts.expert_table import ExpertTable
 from moestro.core.work import request_key
 from moestro.cost.drawn_step import ExpertGate
 from moestro.cost.model import Batch, PopularityForm, StageCostModel
-from moestro.sim.groups.group_builder import GroupSetup, SimGroup, deployment_of
+from moestro.sim.groups.group_builder import SimGroup, deployment_of
+from moestro.sim.groups.group_setup import GroupSetup
 from moestro.sim.groups.lock_step_group import LockStepGroup
 from moestro.sim.groups.worker_group import WorkerGroup
-from moestro.sim.results import Results
+from moestro.sim.results import GroupFigures, PlanFigures, Results
 from moestro.sim.settings import PolicySettings
 
 Floats = NDArray[np.float64]
@@ -158,45 +158,6 @@ def _level(heights: Floats, amount: float, slowdown: Floats) -> Floats:
     level = levels[int(np.flatnonzero(levels > ordered)[-1])] if amount > 0 else ordered[0]
     filled: Floats = np.maximum(level - heights, 0.0)
     return filled
-
-
-class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Placement while serving, in all groups of one policy's run.
-
-    Attributes:
-        num_plans: answers of the placement policy.
-        num_moving_plans: answers that were followed and by which at least one copy moves.
-        num_moves: copies that devices received.
-    """
-
-    num_plans: int
-    num_moving_plans: int
-    num_moves: int
-
-
-class GroupFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of all groups of one policy's run.
-
-    Attributes:
-        num_attention_workers, num_expert_workers: workers of a group; the former have experts too if the latter are 0.
-        stall_shares: share of its group's time, in which the group has requests, for which each worker does not
-            compute; all groups one after another, attention workers first.
-        num_messages, num_bytes: messages between workers and their bytes. None in lock-step, which has collectives.
-        bound_same, bound_permuted: output tokens a second that no mode exceeds with this division of the workers, if
-            all layers have the same hot experts and if each layer has others.
-        share_of_bound: output tokens a second over the bound that holds for this run.
-        plans: figures of placement while serving. None where experts stay.
-    """
-
-    num_attention_workers: int
-    num_expert_workers: int
-    stall_shares: tuple[float, ...]
-    num_messages: int | None
-    num_bytes: int | None
-    bound_same: float
-    bound_permuted: float
-    share_of_bound: float
-    plans: PlanFigures | None = None
 
 
 def group_figures(
