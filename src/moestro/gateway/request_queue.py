@@ -29,7 +29,7 @@ _MOST_RETURNS = 1  # times that best effort is given up for urgent work, so that
 QueueErrorT = TypeVar("QueueErrorT", bound=RequestError)
 
 
-class EngineGroup(NamedTuple):
+class QueueGroup(NamedTuple):
     """What decides which engines a request may go to.
 
     Attributes:
@@ -105,7 +105,7 @@ class RequestQueue(Collector):
         best_hit = self._fleet.router.best_hit_tokens(request) if self._queue.policy.reads_cache else 0
         num_uncached = max(1, request.num_prompt_tokens - best_hit)
         # Clients name models that no engine has.
-        group = EngineGroup(model if self._fleet.models.excluded(model) else None, client)
+        group = QueueGroup(model if self._fleet.models.excluded(model) else None, client)
         try:
             self._queue.enter(request, now_ns, group=group, client=client, num_uncached=num_uncached)
         except QueueBoundError as error:
@@ -201,9 +201,9 @@ class RequestQueue(Collector):
         Args:
             known: answers for the same engines, which are added to it.
         """
-        assert isinstance(group, EngineGroup), "see enter"
+        assert isinstance(group, QueueGroup), "see enter"
         if not self._fleet.has_pauses:
-            group = EngineGroup(group.model, None)  # All clients may go to the same engines.
+            group = QueueGroup(group.model, None)  # All clients may go to the same engines.
         if group not in known:
             rows = self._fleet.open_to(RouteBounds(group.model, client=group.client), time.monotonic_ns())
             known[group] = not rows or any(row not in full for row in rows)
@@ -256,4 +256,4 @@ class RequestQueue(Collector):
 
 
 def _model_of(queued: QueuedRequest) -> str | None:
-    return queued.group.model if isinstance(queued.group, EngineGroup) else None
+    return queued.group.model if isinstance(queued.group, QueueGroup) else None
