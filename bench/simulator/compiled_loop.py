@@ -41,7 +41,7 @@ CHANGES = {
 }
 NOT_READ = ("cyclopts", "rich", "torch", "transformers", "huggingface_hub", "ray", "threadpoolctl", "scipy", "triton")
 CONFIG = f"""[mypy]
-[{",".join(f"mypy-{name}.*" for name in NOT_READ)}]
+[mypy-{",".join(f"{name}.*" for name in NOT_READ)}]
 follow_imports = skip
 ignore_missing_imports = True
 """
