@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -81,7 +80,9 @@ def check_streams(router: Running, engines: list[Running], disturb, calm: list[R
         answers = [threads.submit(stream, router, number, path) for number, path in enumerate(paths_of_streams())]
         victim = f'moestro:route_in_flight{{engine="{"abc"[engines.index(disturb.engine)]}"}}'
         wait_until(lambda: metrics(router)[victim] > 1)
-        time.sleep(0.3)
+        tokens = 'moestro:generation_tokens_total{engine="0"}'
+        num_tokens = metrics(disturb.engine)[tokens]
+        wait_until(lambda: metrics(disturb.engine)[tokens] > num_tokens + 10)  # the router has first bytes
         disturb()
         for number, (path, answer) in enumerate(zip(paths_of_streams(), answers, strict=True)):
             check_as_one_answer(answer.result().body, calm[number].body, path=path, has_ids=number % 3 == 0)
