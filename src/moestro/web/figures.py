@@ -67,7 +67,7 @@ class Exposition:
     """Writes `GET /metrics`: the metrics of some collectors and of this process, collected at every scrape.
 
     The text is that of `prometheus_client.generate_latest`, which writes the names and labels of thousands of lines
-    again each time, while the event loop serves nobody. Here they are kept for the next scrape.
+    again each time, while the event loop serves no client. Here they are kept for the next scrape.
     """
 
     def __init__(self, *collectors: Collector) -> None:
