@@ -54,11 +54,12 @@ FREED = FreedMemory()
 def pytest_configure(config: pytest.Config) -> None:
     if not sys.platform.startswith("linux"):
         return
-    forker = None
+    pids: tuple[int, ...] = ()
     if not hasattr(config, "workerinput"):  # a worker of pytest-xdist uses the forker of the process that started it
         forker = Forker()
         config.add_cleanup(forker.end)
-    config.pluginmanager.register(CpuSeconds(forker and forker.pid))
+        pids = forker.pids
+    config.pluginmanager.register(CpuSeconds(pids))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -66,13 +67,18 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """At the end of a file, restore variables that tests or libraries have set, for which the forker would refuse."""
     yield
     if nextitem is None or nextitem.path != item.path:
-        for name in read_on_import(os.environ).keys() - READ_ON_IMPORT.keys():
-            del os.environ[name]
-        os.environ.update(READ_ON_IMPORT)
+        restore_variables()
         FREED.give_back()
 
 
+def restore_variables() -> None:
+    for name in read_on_import(os.environ).keys() - READ_ON_IMPORT.keys():
+        del os.environ[name]
+    os.environ.update(READ_ON_IMPORT)
+
+
 def pytest_collection_finish() -> None:
+    restore_variables()  # Ray sets one when it is imported
     gc.freeze()
     gc.set_threshold(*SELDOM)
     gc.enable()

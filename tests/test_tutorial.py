@@ -1,4 +1,7 @@
-"""docs/tutorial.md: its commands run as they are written, in order, in one shell and an empty directory."""
+"""docs/tutorial.md: its commands run as they are written, in order, in one shell and an empty directory.
+
+Those of `moestro` run in forks of a process that has loaded the libraries.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 from support.running import free_port
+from support.shell_commands import forked_commands
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "tutorial.md"
@@ -27,15 +30,16 @@ def with_free_ports(script: str) -> str:
     return re.sub(r"\b80\d\d\b", lambda found: free[found[0]], script)
 
 
-def test_every_command_of_the_tutorial_runs(tmp_path):
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+def test_every_command_of_the_tutorial_runs(tmp_path, tmp_path_factory):
     script = "set -e\n" + with_free_ports(commands())
-    with (tmp_path / "output").open("wb") as output:
+    with (
+        (tmp_path / "output").open("wb") as output,
+        forked_commands(tmp_path_factory.mktemp("commands")) as path,
+    ):
         shell = subprocess.Popen(
             ["bash", "-c", script],
             cwd=tmp_path,
-            env=environment,
+            env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

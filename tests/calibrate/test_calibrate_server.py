@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.known_engine import go_first
-from support.running import MOESTRO, Running, run_command
+from support.running import MOESTRO, Running, run_command, start_process
 
 from moestro.cost.gpus import gpu_named
 from moestro.cost.model import Batch
@@ -36,13 +36,17 @@ SMALL = ("--max-concurrency", "8", "--max-prompt-tokens", "512")
 
 @contextlib.contextmanager
 def known_server(**constants) -> Iterator[str]:
-    command = [sys.executable, KNOWN, json.dumps(constants)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    read, write = os.pipe()
+    try:
+        process = start_process([sys.executable, KNOWN, json.dumps(constants)], write, os.environ)
+    finally:
+        os.close(write)
+    with os.fdopen(read) as output:
         try:
-            assert process.stdout is not None
-            yield process.stdout.readline().split()[1]
+            yield output.readline().split()[1]
         finally:
             process.kill()
+            process.wait()
 
 
 def calibrate(url: str, out: Path, *flags: str, seconds: float = 30) -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from gateway.rig import CHAT, FakeEngine, Received, Wire, looped, request_bytes
 from prometheus_client.parser import text_string_to_metric_families
-from support.running import MOESTRO, PATIENCE_S, Running
+from support.running import MOESTRO, PATIENCE_S, Running, run_command
 
 from moestro.errors import ConfigError
 from moestro.gateway.discovery.operator_changes import (
@@ -45,7 +45,7 @@ async def started(directory: Path, *engines: FakeEngine, flags: tuple[str, ...] 
         await engine.start()
     urls = tuple(part for e in engines for part in ("--engine", f"{e.name}=http://127.0.0.1:{e.port}"))
     command = (MOESTRO, "route", *urls, "--admin-port", "0", "--workers", str(NUM), "--health-interval", "0.5", *flags)
-    running = await asyncio.to_thread(Running, command, directory, forked=False)
+    running = await asyncio.to_thread(Running, command, directory)
     try:
         yield running
     finally:
@@ -397,13 +397,10 @@ def test_a_port_that_is_taken_is_refused_at_once(tmp_path):
         url = ("--engine", f"http://127.0.0.1:{engine.port}")
         for flag in ("--port", "--admin-port"):
             command = (MOESTRO, "route", *url, "--workers", "2", flag, str(engine.port))
-            process = await asyncio.create_subprocess_exec(
-                *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-            )
-            output, _ = await process.communicate()
-            assert process.returncode == 2
-            assert b"cannot listen on 127.0.0.1" in output
-            assert output.count(b"cannot listen") == 1
+            done = await asyncio.to_thread(run_command, command)
+            assert done.returncode == 2
+            assert "cannot listen on 127.0.0.1" in done.stderr
+            assert (done.stdout + done.stderr).count("cannot listen") == 1
         engine.die()
 
     test()

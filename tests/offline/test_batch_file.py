@@ -106,7 +106,7 @@ def test_a_model_is_started_with_the_flags_of_serve(tmp_path):
 
 APIS = {
     "/v1/completions": {"prompt": "def f("},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Write f."}]},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Write f."}], "max_tokens": 4},
     "/v1/messages": {"messages": [{"role": "user", "content": "Write f."}], "max_tokens": 4},
     "/v1/responses": {"input": "Write f.", "max_output_tokens": 16},
 }

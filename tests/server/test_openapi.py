@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import jsonschema
@@ -88,6 +89,7 @@ MORE_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
+@cache  # the document and its references take longer than a check
 def checker(struct: str, *, is_strict: bool = False) -> jsonschema.Draft202012Validator:
     components = openapi_document(is_strict=is_strict)["components"]["schemas"]
     return jsonschema.Draft202012Validator(inlined(components[struct], components))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import threading
 import time
@@ -13,8 +14,11 @@ import pytest
 from moestro import __version__
 from moestro.cli import app as app_module
 from moestro.cli import main
-from moestro.config.serve_settings import LauncherSettings
+from moestro.config.serve_settings import LauncherSettings, ServeSettings
+from moestro.cost.networks import CONFIGS
+from moestro.cost.settings import PacedSettings
 from moestro.errors import ConfigError
+from moestro.server.processes.launch_specs import _paths
 from moestro.server.processes.launchers import WORKER, ProcessEnd
 from moestro.server.processes.ray_launcher import NodeFacts
 
@@ -451,3 +455,17 @@ def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, capsys
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error == "moestro: --launcher ray needs libraries that are not installed: pip install 'moestro[ray]'\n"
+
+
+def test_nodes_need_the_files_of_the_model_and_of_a_paced_network(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["mixtral-8x7b"]))
+
+    def paths(network: str, arithmetic: str) -> tuple[str, ...]:
+        paced = PacedSettings(device="paced:h200", network=network, paced_arithmetic=arithmetic)
+        return _paths(ServeSettings(pacing=paced))
+
+    assert paths("mixtral-8x7b", "none") == ()
+    assert paths(str(tmp_path), "none") == (str(tmp_path),)
+    model = ServeSettings().model.model
+    assert paths("mixtral-8x7b", "demo") == (model,)
+    assert paths(str(tmp_path), "demo") == (model, str(tmp_path))

@@ -37,6 +37,8 @@ from moestro.workload.traces.request_record import read_request_record
 
 # --- the real network ---------------------------------------------------------------------------------------------
 
+NUM_TOKENS = 50  # of an answer: all of them together last some seconds
+
 
 @pytest.fixture(scope="module")
 def exact(real_command, tmp_path_factory) -> Iterator[Running]:
@@ -49,7 +51,7 @@ def test_answers_are_the_same_to_the_byte_whichever_engine_is_killed_and_when(ex
     rng = random.Random(3)
     bodies = [*streams(tokenizer.encode("日é🙂", add_special_tokens=False)), *WHOLE]
     before = total(exact, "generation_tokens_total")
-    expected, scored = (SentRequests(exact, salted(each, 0)).answers() for each in (bodies, SCORED))
+    expected, scored = (SentRequests(exact, salted(each, 0, NUM_TOKENS)).answers() for each in (bodies, SCORED))
     num_tokens = total(exact, "generation_tokens_total") - before
     assert [body for status, body in expected if status != 200] == []
     assert max(map(ord, "".join(body.decode() for _, body in expected))) > 0x7F, "no text of many bytes"
@@ -57,8 +59,8 @@ def test_answers_are_the_same_to_the_byte_whichever_engine_is_killed_and_when(ex
     for salt in range(1, 4):
         wait_until(lambda: ready(exact))
         sent, score_requests = (
-            SentRequests(exact, salted(bodies, salt)),
-            SentRequests(exact, salted(SCORED, salt)),
+            SentRequests(exact, salted(bodies, salt, NUM_TOKENS)),
+            SentRequests(exact, salted(SCORED, salt, NUM_TOKENS)),
         )
         tokens_come(exact, round(rng.uniform(0.1, 0.5) * num_tokens))
         kill_an_engine(exact, rng.randrange(2))

@@ -117,13 +117,14 @@ class CpuSeconds:
     """Plugin of pytest. A worker of pytest-xdist counts its own files, and the process that started it adds them up.
 
     Args:
-        forker_pid: The forker, whose programs are counted by themselves. None means that another process started it.
+        forker_pids: The forker's processes, whose programs are counted by themselves; none if another process started
+            them.
     """
 
-    def __init__(self, forker_pid: int | None) -> None:
+    def __init__(self, forker_pids: Collection[int]) -> None:
         plan = tomllib.loads(PLAN.read_text())
         self._budgets, self._files = plan["rooms"], plan["files"]
-        self._without = () if forker_pid is None else (forker_pid,)
+        self._without = forker_pids
         self._used: Counter[str] = Counter()
         self._before_s = 0.0
 
@@ -150,7 +151,7 @@ class CpuSeconds:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._without:
-            self._used["(libraries of servers, and forks)"] += _own_s(self._without[0])
+            self._used["(libraries of servers, and forks)"] += sum(map(_own_s, self._without))
         terminalreporter.section("CPU seconds")
         for line in table(self._used, self._budgets):
             terminalreporter.line(line)

@@ -1,7 +1,8 @@
-"""Starts servers and routers as forks of one process that has loaded their libraries (`forker_process.py`).
+"""Starts servers and routers as forks of processes that have loaded their libraries (`forker_process.py`).
 
 A server that loads torch and transformers for itself takes ten CPU seconds to start; a fork takes one. The ranks of a
-forked server are forks too, by way of the product's own processes on standby. All test processes of a session use the
+forked server are forks too, by way of the product's own processes on standby. What computes nothing is a fork of a
+second, small process, because a fork takes longer the more memory it shares. All test processes of a session use the
 forker of the first one.
 """
 
@@ -18,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from support.cpu_seconds import PROGRAMS, Program
+from support.forker_process import has_networks
 
 from moestro.config.launch_spec import STANDBY
 
@@ -38,7 +40,7 @@ class ForkedProgram:
         self.args = tuple(command)
         self.returncode: int | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.connect(_address())
+        self._socket.connect(address_of(computes=has_networks(self.args)))
         request = {"command": self.args, "environment": dict(environment), "directory": str(Path.cwd())}
         socket.send_fds(self._socket, [json.dumps(request).encode()], streams)
         answer = self._socket.recv(1000).decode()
@@ -80,31 +82,35 @@ class ForkedProgram:
 
 
 class Forker:
-    """The forker's process, which loads libraries when a program first wants them.
+    """The forker's processes, which load libraries when a program first wants them.
 
     Attributes:
-        pid: Number of the process.
+        pids: Numbers of the processes.
     """
 
     def __init__(self) -> None:
         os.environ[ADDRESS] = f"moestro-forker-{os.getpid()}"
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(_address())
-            listener.listen(64)
-            program = Path(__file__).with_name("forker_process.py")
-            # The last arguments give room for the names of ranks in `ps`, as in the product's process on standby; one
-            # more tells the forker from such a process.
-            command = [sys.executable, program, *STANDBY, "of-tests"]
-            self._process = subprocess.Popen(command, stdin=listener.fileno())
-        self.pid = self._process.pid
+        self._processes = [_start(address_of(computes=computes)) for computes in (False, True)]
+        self.pids = tuple(process.pid for process in self._processes)
 
     def end(self) -> None:
-        """End the process, and with it all that it has started."""
+        """End the processes, and with them all that they have started."""
         del os.environ[ADDRESS]
-        self._process.kill()
-        self._process.wait()
+        for process in self._processes:
+            process.kill()
+            process.wait()
 
 
-def _address() -> str:
+def _start(address: str) -> subprocess.Popen[bytes]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        program = Path(__file__).with_name("forker_process.py")
+        # The last arguments give room for the names of ranks in `ps`, as in the product's process on standby; one more
+        # tells the forker from such a process.
+        return subprocess.Popen([sys.executable, program, *STANDBY, "of-tests"], stdin=listener.fileno())
+
+
+def address_of(*, computes: bool) -> str:
     """A name outside the file system; without a forker, one that cannot be connected to."""
-    return f"\0{os.environ.get(ADDRESS, 'no forker')}"
+    return f"\0{os.environ.get(ADDRESS, 'no forker')}{' of networks' if computes else ''}"

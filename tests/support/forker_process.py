@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import itertools
 import json
 import os
 import runpy
@@ -33,6 +34,18 @@ _SERVERS = ("moestro.cli", "moestro.server.server", "moestro.gateway.server", "m
 _CHILDREN = ("moestro.text.chats.template_worker", "moestro.grammar.host_process")  # of servers and ranks
 _OWNED_SERVER = ("-m", "moestro.cli.owned_server")
 _NETWORKS = ("moestro.worker.network_rank", "moestro.worker.worker")
+# What verbs and flags import beside them.
+_WORDS = {
+    "bench": "moestro.loadgen.runner",
+    "calibrate": "moestro.calibrate.probing.verb",
+    "run-batch": "moestro.offline.batch_file",
+    "sim": "moestro.sim.verb",
+    "--ext-proc": "moestro.gateway.picker.port",
+    "--tokenizer": "moestro.gateway.clients.tokenized_blocks",
+    "--workers": "moestro.gateway.workers",
+}
+# Programs of tests whose ranks compute; those of the other ones are fakes.
+_NETWORK_PROGRAMS = ("imitated_server.py", "imitating_server.py", "migrating_server.py", "restless_server.py")
 # Variables that libraries read when they are loaded. A program that needs other values runs in a process of its own.
 _READ_ON_IMPORT = ("CUDA", "HF_", "LD_", "MKL", "OMP_", "PATH", "PYTHON", "RAY", "TORCH", "TRANSFORMERS", "TRITON")
 # Variables that libraries and the product set in a process of tests, and that no library reads when it is loaded.
@@ -107,16 +120,26 @@ def _refusal(request: Mapping[str, Any], given: Mapping[str, str]) -> str:
 
 
 def _serves(command: Sequence[str]) -> bool:
-    return command[0] == _PYTHON or command[1] == "serve"
+    return command[0] == _PYTHON or "serve" in command[1:2]
+
+
+def has_networks(command: Sequence[str]) -> bool:
+    """Whether ranks of a program compute, so that they need torch and transformers."""
+    if command[0] == _PYTHON and command[1] != "-m":
+        computes = Path(command[1]).name in _NETWORK_PROGRAMS
+    else:
+        computes = _serves(command)
+    is_paced = ("--paced-arithmetic", "none") in itertools.pairwise(command) or "--paced-arithmetic=none" in command
+    return computes and not is_paced
 
 
 def _load(command: Sequence[str]) -> None:
     """Load the libraries that a program and its ranks need, unless they are loaded."""
-    is_fake = command[0] == _PYTHON and command[1] != "-m"
-    has_networks = _serves(command) and not is_fake and {"none", "--paced-arithmetic=none"}.isdisjoint(command)
-    for name in (*_SERVERS, *_CHILDREN, *(_NETWORKS if has_networks else ())):
+    computes = has_networks(command)
+    words = [module for word, module in _WORDS.items() if word in command]
+    for name in (*_SERVERS, *_CHILDREN, *words, *(_NETWORKS if computes else ())):
         importlib.import_module(name)
-    if has_networks:
+    if computes:
         sys.modules["moestro.model.load"].load_ahead()
     _fork_children()
     gc.freeze()

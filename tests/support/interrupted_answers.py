@@ -143,9 +143,7 @@ SCORED = [
 ]
 
 
-def salted(
-    bodies: list[tuple[str, dict[str, Any]]], salt: int, num_tokens: int = 100
-) -> list[tuple[str, dict[str, Any]]]:
+def salted(bodies: list[tuple[str, dict[str, Any]]], salt: int, num_tokens: int) -> list[tuple[str, dict[str, Any]]]:
     """The same requests, of which no prefix cache knows anything; shorter than those to fake ranks."""
 
     def of(body: dict[str, Any]) -> dict[str, Any]:

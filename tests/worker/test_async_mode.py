@@ -31,9 +31,12 @@ from moestro.cli import main
 from moestro.core.experts.expert_table import DISTANCES
 from moestro.wire.messages import WorkerFigures
 
-NETWORK = "mixtral-8x7b-mqa-top1"  # the fewest items a token
-PACED = ("--device", "paced:h200", "--model", NETWORK, "--paced-arithmetic", "none", "--mode", "async")
-NUM_LAYERS = 32
+# AMoE's Mixtral (mixtral-8x7b-mqa-top1) with four of its layers: each item takes a processor's time, and dilated, few
+# items last as long as many.
+NETWORK = str(Path(__file__).parents[1] / "support" / "short_mixtral")
+SHORT = ("--device", "paced:h200", "--model", NETWORK, "--paced-arithmetic", "none", "--pace-dilation", "50")
+PACED = (*SHORT, "--num-gpu-blocks-override", "5000", "--mode", "async")
+NUM_LAYERS = 4
 PROMPTS = ("def fibonacci(n):", "class Stack:\n    def", "import os\n", "for i in range(10):\n", "x = [1, 2, 3]\n")
 
 

@@ -22,7 +22,7 @@ from moestro.core.request import ServiceClass
 from moestro.core.work import Forward, request_key
 from moestro.cost.gpus import H20, kv_blocks
 from moestro.cost.model import Batch, PopularityForm
-from moestro.cost.networks import network_named
+from moestro.cost.networks import CONFIGS, network_named
 from moestro.cost.priced_device import PricedStages, whole_setup
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.settings import PacedSettings, overridden_popularity
@@ -210,12 +210,24 @@ def test_a_network_s_tokens_are_passed_on():
         ({"device": "paced:abacus"}, "no constants for GPU 'abacus'"),
         ({"device": "paced:qllm", "network": "qwen2-7b"}, "networks with experts, and qwen2-7b has none"),
         ({"device": "paced:h20", "network": "gpt-5"}, "no sizes for network 'gpt-5'"),
+        ({"device": "paced:h20", "network": __file__}, "test_paced.py is malformed"),
         ({"device": "paced:table.json", "paced_arithmetic": "none"}, "a named GPU and network"),
     ],
 )
 def test_an_unknown_device_is_refused(given, words):
     with pytest.raises(ConfigError, match=words):
         PacedSettings(**given)
+
+
+def test_a_config_json_is_a_network(tmp_path):
+    config = {**CONFIGS["mixtral-8x7b-mqa-top1"], "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = PacedSettings(device="paced:h200", network=str(tmp_path), paced_arithmetic="none")
+    assert (given.shape.num_layers, given.shape.experts.top_k) == (3, 1)
+    info = paced_info(given, ModelSettings(model="demo"), 4096, 77)
+    assert (info.num_layers, info.num_experts) == (3, 8)
+    whole = replace(given, network="mixtral-8x7b-mqa-top1")
+    assert num_blocks_of(given, ModelSettings()) > num_blocks_of(whole, ModelSettings())
 
 
 def test_every_answer_says_that_it_is_paced(paced):

@@ -108,7 +108,7 @@ class PacedSettings(PacedOptions):
     Attributes:
         device: paced:GPU, paced:FILE with a table of `moestro calibrate`, or paced:qllm: QLLM's engine on an A100, with
             the network in 4 bits.
-        network: the network whose steps are priced, by the names that `cost` knows.
+        network: the network whose steps are priced, as `read_network` takes it.
         popularity: popularity of the experts that tokens visit. None means that of the prices.
     """
 
@@ -119,13 +119,18 @@ class PacedSettings(PacedOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.device == PACED_QLLM:
-            if network_named(self.network).experts is None:
+            if self.shape.experts is None:
                 raise ConfigError(f"--device {PACED_QLLM} runs networks with experts, and {self.network} has none")
         elif self.table is None:
             gpu_named(self.gpu)
-            network_named(self.network)
+            read_network(self.network)
         elif self.paced_arithmetic == "none":
             raise ConfigError("--paced-arithmetic none needs a named GPU and network: they determine its KV cache")
+
+    @property
+    def shape(self) -> NetworkShape:
+        """Sizes of the network. A config.json is read at each call."""
+        return read_network(self.network)
 
     @property
     def gpu(self) -> str:

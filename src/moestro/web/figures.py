@@ -13,8 +13,10 @@ from itertools import accumulate
 
 import msgspec
 from aiohttp import web
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import Metric, Sample
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from moestro import __version__
 from moestro.core.load_figures import LoadFigures
@@ -62,17 +64,54 @@ def buckets(histogram: Histogram) -> list[tuple[str, float]]:
 
 
 class Exposition:
-    """Writes `GET /metrics`: the metrics of some collectors and of this process, collected at every scrape."""
+    """Writes `GET /metrics`: the metrics of some collectors and of this process, collected at every scrape.
+
+    The text is that of `prometheus_client.generate_latest`, which writes the names and labels of thousands of lines
+    again each time, while the event loop serves no client. Here they are kept for the next scrape.
+    """
 
     def __init__(self, *collectors: Collector) -> None:
         self._registry = CollectorRegistry()
         for collector in collectors:
             self._registry.register(collector)
         ProcessCollector(registry=self._registry)
+        # By name and values of labels: what comes before the value, of the lines of the last scrape.
+        self._series: dict[tuple[str, ...], str] = {}
 
     def text(self) -> bytes:
         """Return all metrics with their present values."""
-        return generate_latest(self._registry)
+        before, kept, lines = self._series, dict[tuple[str, ...], str](), list[str]()
+        for metric in self._registry.collect():
+            lines.append(_declaration(metric))
+            for sample in metric.samples:
+                key = (sample.name, *sample.labels.values())
+                series = kept[key] = before.get(key) or _series(sample)
+                value = sample.value
+                is_short = -_LEAST_EXPONENT < value < _LEAST_EXPONENT
+                lines.append(f"{series} {repr(float(value)) if is_short else _go_number(value)}\n")
+        self._series = kept
+        return "".join(lines).encode()
+
+
+_LEAST_EXPONENT = 1e6  # from which on a number is written with an exponent, as Go does
+_go_number: Callable[[float], str] = floatToGoString
+
+
+def _declaration(metric: Metric) -> str:
+    """Write the lines before the samples of a metric."""
+    name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+    text = metric.documentation.replace("\\", r"\\").replace("\n", r"\n")
+    return f"# HELP {name} {text}\n# TYPE {name} {metric.type}\n"
+
+
+def _series(sample: Sample) -> str:
+    """Write a sample's name and labels."""
+    escaped = (
+        (name, value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\""))
+        for name, value in sorted(sample.labels.items())
+    )
+    labels = ",".join(f'{name}="{value}"' for name, value in escaped)
+    return f"{sample.name}{{{labels}}}" if labels else sample.name
 
 
 class Durations(msgspec.Struct, frozen=True):

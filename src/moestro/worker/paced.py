@@ -36,7 +36,7 @@ from moestro.core.work import (
 from moestro.cost.gate import PopularityGate
 from moestro.cost.gpus import A100, gpu_named, kv_blocks
 from moestro.cost.model import Batch, CostModel, even_gating
-from moestro.cost.networks import NetworkShape, network_named
+from moestro.cost.networks import NetworkShape
 from moestro.cost.priced_device import PricedStages, StageSetup, whole_setup
 from moestro.cost.roofline import Roofline, RooflineSettings
 from moestro.cost.settings import PACED_QLLM, PacedSettings
@@ -280,7 +280,7 @@ def stage_cost_of(paced: PacedSettings) -> Roofline | StagedEngine:
     Raises:
         ConfigError: the GPU or the network is unknown.
     """
-    network, by_rank, gating = network_named(paced.network), None, None
+    network, by_rank, gating = paced.shape, None, None
     if paced.popularity is not None and network.experts is not None:
         by_rank = paced.popularity.by_rank(network.experts.num_experts)
         gating = even_gating(by_rank, network.experts.top_k)
@@ -310,7 +310,7 @@ def num_blocks_of(paced: PacedSettings, model: ModelSettings, num_ep_ranks: int 
     """
     if model.num_gpu_blocks_override is not None or paced.table is not None:
         return model.num_gpu_blocks_override
-    network = network_named(paced.network)
+    network = paced.shape
     if model.kv_cache_memory_bytes is not None:
         return model.kv_cache_memory_bytes // (network.kv_bytes_per_token * model.block_size)
     if paced.device == PACED_QLLM:
@@ -334,7 +334,7 @@ def paced_info(paced: PacedSettings, model: ModelSettings, vocab_size: int, num_
             tokenizer and every id of the modelled network.
         num_blocks: KV blocks of the modelled device.
     """
-    network = network_named(paced.network)
+    network = paced.shape
     fitting = min(_MAX_MODEL_LEN, num_blocks * model.block_size)
     return ModelInfo(
         model_id=paced.network,

@@ -28,7 +28,7 @@ from moestro.cost.drawn_step import Deployment, KeyedBatch, StepPricer
 from moestro.cost.gpus import A100, Gpu, check_experts_fit, gpu_named, worker_kv_blocks
 from moestro.cost.links import Link, all_to_all, link_named, two_phase
 from moestro.cost.model import Batch
-from moestro.cost.networks import NetworkShape, network_named
+from moestro.cost.networks import NetworkShape
 from moestro.cost.priced_device import PricedStages, StageSetup, worker_shape
 from moestro.cost.roofline import VLLM_HOST
 from moestro.cost.settings import PACED_QLLM, PacedSettings
@@ -261,7 +261,7 @@ def make_step_pricer(paced: PacedSettings, num_ranks: int, seed: int) -> StepPri
     Raises:
         ConfigError: a name is unknown, or the network has fewer experts than ranks.
     """
-    network = network_named(paced.network)
+    network = paced.shape
     experts = network.experts
     table = spread_over_ranks(network.num_layers, 0 if experts is None else experts.num_experts, num_ranks)
     cost = stage_cost_of(paced)
@@ -327,7 +327,7 @@ def num_part_blocks(spec: LaunchSpec, paced: PacedSettings) -> int:
     Raises:
         ConfigError: the worker's weights do not fit the GPU, or the network has no experts.
     """
-    network, model = network_named(paced.network), spec.model
+    network, model = paced.shape, spec.model
     num_slots = _num_slots(spec, paced)
     if model.num_gpu_blocks_override is not None:
         return model.num_gpu_blocks_override
@@ -421,14 +421,14 @@ class PacedSlots:
 
 
 def _modelled(paced: PacedSettings) -> tuple[NetworkShape, Gpu]:
-    network = network_named(paced.network)
+    network = paced.shape
     return (in_4_bits(network), A100) if paced.device == PACED_QLLM else (network, gpu_named(paced.gpu))
 
 
 def _num_slots(spec: LaunchSpec, paced: PacedSettings) -> int:
     """Slots for experts of each layer that the worker has."""
     assert spec.group is not None, "a part belongs to a group"
-    experts = network_named(paced.network).experts
+    experts = paced.shape.experts
     if experts is None:
         raise ConfigError(f"--mode async spreads experts over workers, and {paced.network} has none")
     if experts.num_experts < spec.group.num_shares:

@@ -11,6 +11,7 @@ from moestro.config.cores import cores_of
 from moestro.config.launch_spec import LaunchSpec, LockStepSpec
 from moestro.config.serve_settings import ServeSettings
 from moestro.core.clock import NS_PER_MS
+from moestro.cost.networks import known_name
 from moestro.placement.live.ep_migration import EpMigration
 from moestro.server.experts.coordinator import Coordinator
 from moestro.server.processes.launchers import PACED_WORKER, WORKER, Launcher, LocalLauncher, now_ns
@@ -57,9 +58,12 @@ def launcher_maker(settings: ServeSettings, command: Sequence[str]) -> Callable[
 
 def _paths(settings: ServeSettings) -> tuple[str, ...]:
     """Files and directories that each worker reads."""
-    if settings.paced is not None and settings.paced.paced_arithmetic == "none":
-        return ()
-    return (settings.model.model,)
+    paced = settings.paced
+    is_file = paced is not None and paced.table is None and known_name(paced.network) is None
+    network = (paced.network,) if paced is not None and is_file else ()
+    if paced is not None and paced.paced_arithmetic == "none":
+        return network
+    return (settings.model.model, *network)
 
 
 def heartbeat_timeouts(settings: ServeSettings) -> tuple[LivenessTimeouts, LivenessTimeouts]:
