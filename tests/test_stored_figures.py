@@ -482,7 +482,8 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "comes {} ms later than from Envoy alone at 2.4 kB, and {} ms at 400 kB": partial(picker_added_ms, "moestro"),
         "with the picker that decides nothing, {} and {} ms.": partial(picker_added_ms, "minimal"),
         "on the router's own transport add {} and {} ms": partial(picker_added_ms, "floor"),
-        "took {} of a core": lambda: [f"{stored('routing/picker_overhead.json')['idle']['cores']:.3f}"],
+        "compiled ones (`floor_picker.cpp`) {} and {} ms": partial(picker_added_ms, "compiled"),
+        "took {} of a core": lambda: [f"{stored('routing/picker_overhead.json')['idle']['cores']['median']:.3f}"],
     },
     "architecture.md": {
         "A decision of `lmetric` takes {} and {} µs": partial(decisions, has_kv_events=False),

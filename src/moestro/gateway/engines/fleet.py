@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -150,11 +149,6 @@ _FIRST_BYTE_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
     *(160.0, 640.0),
 )
-_USAGE = re.compile(
-    rb'"(prompt_tokens|completion_tokens|cached_tokens|host_cached_tokens|input_tokens|output_tokens'
-    rb'|cache_(?:creation|read)_input_tokens)"'
-    rb"\s*:\s*(\d{1,15})"
-)
 
 
 class EngineCounts:
@@ -211,29 +205,6 @@ class Counts:
         self.not_resumable: Counter[str] = Counter()
         self.num_retries_denied = 0
         self.num_requests = 0
-
-
-def usage_in(tail: bytes | bytearray) -> dict[bytes, int]:
-    """Return the token counts in the last bytes of a response, plain or streamed; empty if it reports none.
-
-    JSON escapes quotation marks inside of strings, so generated text cannot imitate a count.
-    """
-    at = tail.rfind(b'"usage"')
-    found = {name: int(count) for name, count in _USAGE.findall(tail, at)} if at >= 0 else {}
-    return _in_words_of_chats(found) if b"output_tokens" in found else found
-
-
-def _in_words_of_chats(found: dict[bytes, int]) -> dict[bytes, int]:
-    """Return the counts of a response or a message. A message's input tokens exclude those of its cache."""
-    usage = {b"completion_tokens": found[b"output_tokens"]}
-    if b"input_tokens" in found:
-        cached = found.get(b"cache_read_input_tokens", 0)
-        usage[b"prompt_tokens"] = found[b"input_tokens"] + cached + found.get(b"cache_creation_input_tokens", 0)
-        if b"cache_read_input_tokens" in found or b"cached_tokens" in found:
-            usage[b"cached_tokens"] = found.get(b"cached_tokens", cached)
-        if b"host_cached_tokens" in found:
-            usage[b"host_cached_tokens"] = found[b"host_cached_tokens"]
-    return usage
 
 
 _IN_ROTATION = frozenset({Condition.UP, Condition.PROBING, Condition.SUSPECTED})

@@ -1,4 +1,4 @@
-"""Connections to one engine, kept alive and reused. Plain callbacks, no tasks."""
+"""Connections to one engine, kept alive and reused, and what its answers tell. Plain callbacks, no tasks."""
 
 from __future__ import annotations
 
@@ -444,3 +444,33 @@ class EngineConnection(asyncio.Protocol):
         self.close()
         if sink is not None:
             sink.broken(cause)
+
+
+_USAGE = re.compile(
+    rb'"(prompt_tokens|completion_tokens|cached_tokens|host_cached_tokens|input_tokens|output_tokens'
+    rb'|cache_(?:creation|read)_input_tokens)"'
+    rb"\s*:\s*(\d{1,15})"
+)
+
+
+def usage_in(tail: bytes | bytearray) -> dict[bytes, int]:
+    """Return the token counts in the last bytes of a response, plain or streamed; empty if it reports none.
+
+    JSON escapes quotation marks inside of strings, so generated text cannot imitate a count.
+    """
+    at = tail.rfind(b'"usage"')
+    found = {name: int(count) for name, count in _USAGE.findall(tail, at)} if at >= 0 else {}
+    return _in_words_of_chats(found) if b"output_tokens" in found else found
+
+
+def _in_words_of_chats(found: dict[bytes, int]) -> dict[bytes, int]:
+    """Return the counts of a response or a message. A message's input tokens exclude those of its cache."""
+    usage = {b"completion_tokens": found[b"output_tokens"]}
+    if b"input_tokens" in found:
+        cached = found.get(b"cache_read_input_tokens", 0)
+        usage[b"prompt_tokens"] = found[b"input_tokens"] + cached + found.get(b"cache_creation_input_tokens", 0)
+        if b"cache_read_input_tokens" in found or b"cached_tokens" in found:
+            usage[b"cached_tokens"] = found.get(b"cached_tokens", cached)
+        if b"host_cached_tokens" in found:
+            usage[b"host_cached_tokens"] = found[b"host_cached_tokens"]
+    return usage

@@ -14,7 +14,7 @@ from typing import cast
 from moestro.core.request import Request
 from moestro.errors import RequestError
 from moestro.gateway.clients.http_headers import Incoming, RequestHead, header_text
-from moestro.gateway.engines.fleet import RouteBounds, RoutedEngine, usage_in
+from moestro.gateway.engines.fleet import RouteBounds, RoutedEngine
 from moestro.gateway.engines.health_checks import (
     FIRST_ERROR,
     AnswerTail,
@@ -26,6 +26,7 @@ from moestro.gateway.engines.health_checks import (
     judge_success,
     origin_of,
 )
+from moestro.gateway.engines.upstream import usage_in
 from moestro.gateway.exchange import ExchangeContext
 from moestro.gateway.picker import messages
 from moestro.gateway.picker.ext_proc_pb2 import ProcessingRequest
