@@ -14,7 +14,7 @@ from moestro.core.views import LS
 from moestro.core.work import LOGITS_LAST, SAMPLING_ROW, Units
 from moestro.model.attention import AttentionForm, Scoring
 from moestro.model.cuda.functions import CudaExperts, CudaKernels, ExpertWeightTable, GateForm, HeadNorms, Norm, Product
-from moestro.model.cuda.source.addresses import FOUND
+from moestro.model.cuda.source.launches import FOUND
 from moestro.model.cuda.tiles import Walk, replace_launcher
 from moestro.model.pools import KVPools
 from moestro.model.step import PagedStep

@@ -21,7 +21,8 @@ from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
 from moestro.sim.cluster import Cluster
-from moestro.sim.groups.group_builder import SimGroup, group_kv_blocks, make_group, make_group_setup
+from moestro.sim.groups.group_builder import SimGroup, group_kv_blocks, make_group
+from moestro.sim.groups.group_setup import make_group_setup
 from moestro.sim.groups.worker_group import WorkerGroup
 from moestro.sim.results import Results
 from moestro.sim.scenario import make_bounds

@@ -19,7 +19,7 @@ import numpy as np
 from moestro.config.run_record import run_record
 from moestro.core.clock import Timelines
 from moestro.sim.cluster import AtTimes
-from moestro.sim.groups.group_builder import make_prices
+from moestro.sim.groups.group_setup import make_prices
 from moestro.sim.scenario import Scenario, make_bounds, run
 from moestro.sim.settings import PolicySettings, SimEngineSettings
 from moestro.sim.signals import ChannelSettings, ReportChannel, SignalSettings

@@ -7,8 +7,8 @@ import os
 import pytest
 from support.pool_jobs import failing, with_process
 
-from moestro.config import jobs
-from moestro.config.jobs import num_cores, run_jobs
+from moestro.config import cores
+from moestro.config.cores import num_cores, run_jobs
 
 
 @pytest.mark.parametrize(("num_processes", "is_here"), [(1, True), (2, False)])
@@ -34,6 +34,6 @@ def test_there_is_a_core():
 
 @pytest.mark.parametrize(("limit", "wanted"), [(None, 4), (8.0, 4), (2.5, 2), (0.5, 1)])
 def test_a_quota_of_a_container_lessens_the_cores(limit, wanted, monkeypatch):
-    monkeypatch.setattr(jobs, "usable_cores", lambda: (0, 1, 2, 3))
-    monkeypatch.setattr(jobs, "cpu_limit", lambda: limit)
+    monkeypatch.setattr(cores, "usable_cores", lambda: (0, 1, 2, 3))
+    monkeypatch.setattr(cores, "cpu_limit", lambda: limit)
     assert num_cores() == wanted

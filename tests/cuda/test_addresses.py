@@ -9,7 +9,7 @@ import torch
 from support.cuda_cases import AttentionCase, ExpertCase, Part, make_form, random
 
 from moestro.model.cuda.functions import CudaKernels, GateForm, HeadNorms, Norm
-from moestro.model.cuda.source.addresses import FOUND
+from moestro.model.cuda.source.launches import FOUND
 from moestro.model.cuda.tiles import replace_launcher
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])

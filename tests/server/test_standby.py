@@ -43,8 +43,15 @@ def children() -> list[psutil.Process]:
     return [each for each in psutil.Process().children() if not has_ended(each)]
 
 
+def is_standby(process: psutil.Process) -> bool:
+    try:
+        return tuple(process.cmdline()[-2:]) == STANDBY
+    except psutil.NoSuchProcess:  # it has just ended
+        return False
+
+
 def standbys() -> list[psutil.Process]:
-    return [each for each in children() if tuple(each.cmdline()[-2:]) == STANDBY]
+    return [each for each in children() if is_standby(each)]
 
 
 async def until(condition) -> None:

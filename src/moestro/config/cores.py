@@ -1,18 +1,55 @@
-"""Divides the cores of this machine among the engines, and says how their threads wait."""
+"""The cores of this machine: jobs in processes on all of them, and their parts for each engine and its threads."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
 
-from moestro.config.jobs import num_cores
-from moestro.config.linux_process import usable_cores
-from moestro.config.serve_settings import ServeSettings
+from moestro.config.linux_process import cpu_limit, usable_cores
+from moestro.config.user_files import accept_user_code
+
+if TYPE_CHECKING:  # a simulation needs no settings of a server
+    from moestro.config.serve_settings import ServeSettings
+
+Job = TypeVar("Job")
+Answer = TypeVar("Answer")
 
 # Rounds for which a thread of libgomp waits awake before it sleeps: 0.6 ms where a round takes 140 cycles, longer than
 # the pauses of a step. With a tenth, answers of two threads on a quiet machine take a tenth longer. By libgomp's own
 # choice of 300,000 they hold cores for milliseconds that other programs need (`bench/serving/busy_cores.py`).
 _SPIN_ROUNDS = 10_000
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use, by its cores and by a container's quota of their time."""
+    cores, limit = len(usable_cores()) or os.cpu_count() or 1, cpu_limit()
+    return cores if limit is None else max(1, min(cores, int(limit)))
+
+
+def run_jobs(function: Callable[[Job], Answer], jobs: Sequence[Job], num_processes: int) -> Iterator[Answer]:
+    """Yield the answer to each job, in their order; with one process, they run in this one.
+
+    Args:
+        function: a function of a module. It, its jobs and their answers travel between processes.
+
+    Raises:
+        Exception: what `function` raised; no further job begins then.
+    """
+    num_processes = min(num_processes, len(jobs))
+    if num_processes < 2:
+        yield from map(function, jobs)
+        return
+    # A forked child would inherit threads' locks, for instance those of a progress bar.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, context, accept_user_code) as pool:
+        try:
+            yield from pool.map(function, jobs)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def cores_of(settings: ServeSettings, rank: int) -> tuple[int, ...]:

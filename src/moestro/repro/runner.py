@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 
 from moestro import __version__
-from moestro.config.jobs import num_cores, run_jobs
+from moestro.config.cores import num_cores, run_jobs
 from moestro.config.run_record import RunRecord, run_record
 from moestro.repro.experiment import Experiment, show_no_step
 from moestro.repro.results import (

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from moestro.config.jobs import num_cores, run_jobs
+from moestro.config.cores import num_cores, run_jobs
 from moestro.core.clock import NS_PER_MS, NS_PER_S
 from moestro.errors import ConfigError
 from moestro.sim.cluster import Int64s

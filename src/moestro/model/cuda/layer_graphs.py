@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from moestro.model.cuda.exchange import CudaExchange
 from moestro.model.cuda.functions import KERNEL_DTYPES, CudaKernels
 from moestro.model.cuda.graphs import GraphShape, StepMemory, find_shape, graph_shapes, table_bytes
-from moestro.model.cuda.source.addresses import FOUND
+from moestro.model.cuda.source.launches import FOUND
 from moestro.model.cuda.tiles import Grid, Launcher, replace_launcher
 from moestro.model.experts.routed import in_place_of, tag_of
 from moestro.model.network import Network

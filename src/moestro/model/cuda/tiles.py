@@ -316,7 +316,7 @@ def launch(kernel: Any, grid: Grid, *args: Any, **options: Any) -> None:
 
 @contextmanager
 def launching_ahead() -> Iterator[None]:
-    """Let kernels start before those before them are done, as in `source.ahead`, where the GPU can do this.
+    """Let kernels start before those before them are done, as in `source.launches`, where the GPU can do this.
 
     All that is uploaded for them must have been there when the first of them was launched.
     """

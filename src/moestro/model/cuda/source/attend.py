@@ -11,8 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moestro.model.cuda.source.addresses import find
-from moestro.model.cuda.source.ahead import wait
+from moestro.model.cuda.source.launches import find, wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEGATIVE = tl.constexpr(float("-inf"))

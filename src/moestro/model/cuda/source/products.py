@@ -10,8 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moestro.model.cuda.source.addresses import find
-from moestro.model.cuda.source.ahead import wait
+from moestro.model.cuda.source.launches import find, wait
 
 
 @triton.jit

@@ -1,7 +1,13 @@
-"""Weights and pools that a kernel finds by an address on the device, so that one recorded launch serves several layers.
+"""What all kernels share at their launch: they wait for the kernel before them, and find tensors by address.
 
-A pointer to uint64 in place of a tensor stands for the tensor whose address is there: the type alone decides, so that
-launches with tensors compile as if there were no addresses.
+A launch ahead: a kernel starts while the one before it still runs, and waits where it first reads its results. What it
+needs besides them, the step's inputs and constants, is read before that, so that it has no start to wait for when its
+turn comes. Every program of every kernel must wait, because a kernel waits for the one before it alone. GPUs from
+Hopper on can do this (AHEAD); elsewhere each kernel starts when the one before it is done.
+
+Weights and pools are found by an address on the device, so that one recorded launch serves several layers. A pointer to
+uint64 in place of a tensor stands for the tensor whose address is there: the type alone decides, so that launches with
+tensors compile as if there were no addresses.
 """
 
 from __future__ import annotations
@@ -29,3 +35,11 @@ def find(place, kind: tl.constexpr):
         return tl.multiple_of(tl.load(place).to(tl.pointer_type(kind)), 16)
     else:  # noqa: RET505 - the compiler must not see the type of what it leaves out
         return place
+
+
+@triton.jit
+def wait(AHEAD: tl.constexpr):
+    """Wait until all kernels before this one are done, and let the next one start."""
+    if AHEAD:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
