@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from moestro.config import cores
-from moestro.config.cores import cores_of, share_of_cores, thread_environment
+from moestro.config.cores import share_of_cores, thread_environment
 from moestro.config.serve_settings import LauncherSettings, ProcessSettings, ServeSettings
 from moestro.cost.settings import PacedSettings
 from moestro.flow.settings import GroupOptions, SteppingSettings
+from moestro.server.processes import launch_specs
+from moestro.server.processes.launch_specs import cores_of
 
 
 @pytest.mark.parametrize("num_cores", [1, 2, 7, 64])
@@ -26,7 +28,7 @@ def test_shares_are_neighbours_of_like_size_and_each_core_has_one_process(num_co
 @pytest.fixture(autouse=True)
 def four_cores(monkeypatch):
     """A container whose cpuset has four cores."""
-    monkeypatch.setattr(cores, "usable_cores", lambda: (4, 5, 6, 7))
+    monkeypatch.setattr(launch_specs, "usable_cores", lambda: (4, 5, 6, 7))
 
 
 def test_engines_share_the_cores_that_the_server_may_use():

@@ -6,13 +6,10 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from moestro.config.linux_process import cpu_limit, usable_cores
 from moestro.config.user_files import accept_user_code
-
-if TYPE_CHECKING:  # a simulation needs no settings of a server
-    from moestro.config.serve_settings import ServeSettings
 
 Job = TypeVar("Job")
 Answer = TypeVar("Answer")
@@ -50,18 +47,6 @@ def run_jobs(function: Callable[[Job], Answer], jobs: Sequence[Job], num_process
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def cores_of(settings: ServeSettings, rank: int) -> tuple[int, ...]:
-    """Return the cores of the process of a rank; () means that it may run on all.
-
-    Processes on other machines, paced devices, which mostly sleep, and workers that are added later may run on all.
-    """
-    num_processes = settings.num_first_processes
-    is_local = settings.launching.launcher == "local" and settings.paced is None
-    if not settings.processes.bind_cores or not is_local or num_processes == 1 or rank >= num_processes:
-        return ()
-    return share_of_cores(usable_cores(), rank, num_processes)
 
 
 def share_of_cores(cores: Sequence[int], number: int, num_processes: int) -> tuple[int, ...]:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moestro.config.cores import cores_of
+from moestro.config.cores import share_of_cores
 from moestro.config.launch_spec import LaunchSpec, LockStepSpec
+from moestro.config.linux_process import usable_cores
 from moestro.config.serve_settings import ServeSettings
 from moestro.core.clock import NS_PER_MS
 from moestro.cost.networks import known_name
@@ -164,3 +165,15 @@ def _expert_beat_ms(settings: ServeSettings) -> int:
 def _expert_idle_beat_ms(settings: ServeSettings) -> int:
     """A worker that waits for tokens sends `IDLE_BEATS` heartbeats in the time after which it counts as hung."""
     return max(_expert_beat_ms(settings), int(settings.group.expert_timeout * 1e3 / IDLE_BEATS))
+
+
+def cores_of(settings: ServeSettings, rank: int) -> tuple[int, ...]:
+    """Return the cores of the process of a rank; () means that it may run on all.
+
+    Processes on other machines, paced devices, which mostly sleep, and workers that are added later may run on all.
+    """
+    num_processes = settings.num_first_processes
+    is_local = settings.launching.launcher == "local" and settings.paced is None
+    if not settings.processes.bind_cores or not is_local or num_processes == 1 or rank >= num_processes:
+        return ()
+    return share_of_cores(usable_cores(), rank, num_processes)
