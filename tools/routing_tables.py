@@ -61,21 +61,16 @@ def costs_table() -> str:
 
 def simulated_queue_table() -> str:
     """Latencies of both classes before overloaded simulated engines, and the ratios to a router without a queue."""
-    stored = json.loads((RESULTS.parent / "simulator" / "router_queue.json").read_text())
-    columns = ["", "TTFT of `ls`, mean and P99, s", "over no queue", "of `be`, mean, s", "tokens/s over no queue"]
-    rows = []
-    for row, found in stored["rows"].items():
-        at = {name: f"{spread['median']:.1f}" for name, spread in found.items()}
-        over = stored["over_no_queue"][row]
-        ttft_s = f"{at['urgent_ttft_mean_s']}, {at['urgent_ttft_p99_s']}"
-        ratios = _spread(over["urgent_ttft_mean_s"]), _spread(over["tokens_per_s"])
-        rows.append([row, ttft_s, ratios[0], at["best_effort_ttft_mean_s"], ratios[1]])
-    return "\n".join(_table(columns, rows))
+    return _queue_table(RESULTS.parent / "simulator" / "router_queue.json", 1)
 
 
 def queue_table() -> str:
     """Latencies of both classes before overloaded vLLM servers, and the ratios to a router without a queue."""
-    stored = json.loads((RESULTS / "vllm_queue.json").read_text())
+    return _queue_table(RESULTS / "vllm_queue.json", 2)
+
+
+def _queue_table(path: Path, digits: int) -> str:
+    stored = json.loads(path.read_text())
     columns = [
         "",
         "TTFT of `ls`, mean and P99, s",
@@ -86,16 +81,10 @@ def queue_table() -> str:
     rows = []
     for row, found in stored["rows"].items():
         over = stored["over_no_queue"][row]
-        at = {name: f"{spread['median']:.2f}" for name, spread in found.items()}
-        rows.append(
-            [
-                row,
-                f"{at['urgent_ttft_mean_s']}, {at['urgent_ttft_p99_s']}",
-                _spread(over["urgent_ttft_mean_s"]),
-                f"{at['best_effort_ttft_mean_s']}, {at['best_effort_ttft_max_s']}",
-                _spread(over["tokens_per_s"]),
-            ]
-        )
+        at = {name: f"{spread['median']:.{digits}f}" for name, spread in found.items()}
+        urgent = f"{at['urgent_ttft_mean_s']}, {at['urgent_ttft_p99_s']}"
+        others = f"{at['best_effort_ttft_mean_s']}, {at['best_effort_ttft_max_s']}"
+        rows.append([row, urgent, _spread(over["urgent_ttft_mean_s"]), others, _spread(over["tokens_per_s"])])
     return "\n".join(_table(columns, rows))
 
 

@@ -184,16 +184,22 @@ def test_a_worker_that_starts_again_has_drains_before_it_takes_requests(tmp_path
     test()
 
 
+async def listed_engines(tmp_path: Path) -> tuple[list[FakeEngine], str, str, Path]:
+    """Start two engines, and return them, the line of each in a list, and a list that has both."""
+    engines = [FakeEngine(name) for name in "ab"]
+    for engine in engines:
+        await engine.start()
+    a, b = (json.dumps({"url": f"http://127.0.0.1:{engine.port}", "name": engine.name}) for engine in engines)
+    listed = tmp_path / "engines.jsonl"
+    listed.write_text(f"{a}\n{b}\n")
+    return engines, a, b, listed
+
+
 @pytest.mark.timeout(600)
 def test_a_drain_holds_for_an_engine_that_a_list_names_after_a_workers_first_look(tmp_path):
     @patient
     async def test():
-        engines = [FakeEngine(name) for name in "ab"]
-        for engine in engines:
-            await engine.start()
-        a, b = (json.dumps({"url": f"http://127.0.0.1:{engine.port}", "name": engine.name}) for engine in engines)
-        listed = tmp_path / "engines.jsonl"
-        listed.write_text(f"{a}\n{b}\n")
+        engines, a, b, listed = await listed_engines(tmp_path)
         flags = ("--route-policy", "round_robin", "--engine-file", str(listed))
         async with started(tmp_path, flags=flags) as running, aiohttp.ClientSession() as session:
             admin = admin_url(running)
@@ -222,12 +228,7 @@ def test_a_drain_holds_for_an_engine_that_a_list_names_after_a_workers_first_loo
 def test_a_removal_holds_in_all_workers_whenever_a_list_names_the_engine(tmp_path):
     @patient
     async def test():
-        engines = [FakeEngine(name) for name in "ab"]
-        for engine in engines:
-            await engine.start()
-        a, b = (json.dumps({"url": f"http://127.0.0.1:{engine.port}", "name": engine.name}) for engine in engines)
-        listed = tmp_path / "engines.jsonl"
-        listed.write_text(f"{a}\n{b}\n")
+        engines, a, b, listed = await listed_engines(tmp_path)
         flags = ("--route-policy", "round_robin", "--engine-file", str(listed))
         async with started(tmp_path, flags=flags) as running, aiohttp.ClientSession() as session:
             admin = admin_url(running)

@@ -1,4 +1,4 @@
-"""The text that Prometheus scrapes is that of its own library, scrape after scrape."""
+"""The text of `/metrics` equals that of Prometheus's library, scrape after scrape."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ QueueErrorT = TypeVar("QueueErrorT", bound=RequestError)
 
 
 class QueueGroup(NamedTuple):
-    """What decides which engines a request may go to.
+    """Model and client of a request: they decide which engines may get it.
 
     Attributes:
         model: model that some engines lack; None means that none does.

@@ -1,4 +1,4 @@
-"""What an outlet sends of a journal that grows while its peer is slow."""
+"""An outlet sends a journal that grows while its peer is slow: each operation once, under its own number."""
 
 from __future__ import annotations
 

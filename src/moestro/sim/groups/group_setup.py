@@ -123,7 +123,7 @@ def default_popularity(engines: SimEngineSettings) -> PopularityForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupSetup:
-    """What the groups of all policies have in common.
+    """Properties of the groups of workers that all policies share.
 
     Attributes:
         group: workers and links.

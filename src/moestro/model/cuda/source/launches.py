@@ -1,9 +1,9 @@
-"""What all kernels share at their launch: they wait for the kernel before them, and find tensors by address.
+"""Launches of all kernels: a kernel waits for the one before it, and finds tensors by their addresses.
 
-A launch ahead: a kernel starts while the one before it still runs, and waits where it first reads its results. What it
-needs besides them, the step's inputs and constants, is read before that, so that it has no start to wait for when its
-turn comes. Every program of every kernel must wait, because a kernel waits for the one before it alone. GPUs from
-Hopper on can do this (AHEAD); elsewhere each kernel starts when the one before it is done.
+A kernel that is launched ahead starts while the one before it still runs, and waits where it first reads its results.
+It reads the step's inputs and constants before that, so that it has no start to wait for when its turn comes. Every
+program of every kernel must wait, because a kernel waits for the one before it alone. GPUs from Hopper on can do this
+(AHEAD); elsewhere each kernel starts when the one before it is done.
 
 Weights and pools are found by an address on the device, so that one recorded launch serves several layers. A pointer to
 uint64 in place of a tensor stands for the tensor whose address is there: the type alone decides, so that launches with
