@@ -3,6 +3,7 @@
     python tools/renew_cells.py --traces DIR --systems vllm-0.26,vllm-0.27 --loads chat,coder --write
     python tools/renew_cells.py --traces DIR --loads chat --write     # what the age of figures costs, alone
     python tools/renew_cells.py --paper gimbal --parts DIR --write    # loads of `moestro repro gimbal --out DIR`
+    python tools/renew_cells.py --paper amoe --jobs 2 --write         # rates that AMoE's plan has and the result lacks
 
 Runs of policies keep the rates and tuned parameters of the stored run. The result names what was made anew. Without
 --write the differences are printed alone; code that has not changed makes none. `tools/judge_claims.py` then judges the
@@ -12,12 +13,17 @@ claims.
 from __future__ import annotations
 
 import argparse
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from moestro.config.run_record import run_record
+from moestro.repro.amoe.experiment import AmoeExperiment
+from moestro.repro.amoe.loads import AmoeCell, AmoeFindings
+from moestro.repro.amoe.paper import WHOLE
 from moestro.repro.lmetric.experiment import LmetricExperiment, LmetricPlan
 from moestro.repro.lmetric.findings import FIGURES, LmetricFindings
 from moestro.repro.papers import papers
@@ -36,16 +42,47 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=LmetricPlan().num_requests)
     parser.add_argument("--paper", choices=[paper.name for paper in papers()])
     parser.add_argument("--parts", type=Path, help="folder of the loads of --paper")
+    parser.add_argument("--jobs", type=int, default=1, help="processes of --paper amoe")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
-    if (given.paper is None) != (given.parts is None) or (given.paper is None) == (given.loads is None):
-        parser.error("give --traces and --loads, or --paper and --parts")
+    if (given.paper is None) == (given.loads is None):
+        parser.error("give --traces and --loads, or --paper")
     if given.paper is None:
         renew(given)
+        return
+    if given.parts is None:
+        if given.paper != "amoe":
+            parser.error("--paper needs --parts, but for amoe")
+        add_rates(given.jobs, write=given.write)
         return
     path, result = join(given.paper, given.parts)
     if given.write:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+
+
+def add_rates(num_jobs: int, *, write: bool) -> None:
+    """Run AMoE's loads at the rates that the stored result lacks."""
+    path, experiment = RESULTS / "amoe.json", AmoeExperiment(WHOLE)
+    conditions = run_record("simulated")
+    stored = msgspec.json.decode(path.read_bytes(), type=Reproduced[AmoeFindings])
+    renewed, findings = dict(stored.renewed), stored.findings
+    with ProcessPoolExecutor(num_jobs) as pool:
+        for load, cells in pool.map(partial(new_cells, experiment, findings), experiment.loads):
+            if cells:
+                renewed[f"{load}: {', '.join(sorted({f'{cell.rate:g}/s' for cell in cells}))}"] = conditions
+                findings.cells += cells
+    loads = findings.loads
+    findings.cells.sort(key=lambda cell: loads.index(cell.load))
+    if write:
+        result = msgspec.structs.replace(stored, renewed=renewed, findings=findings)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+
+
+def new_cells(experiment: AmoeExperiment, findings: AmoeFindings, load: str) -> tuple[str, list[AmoeCell]]:
+    """Run a load at the rates that `findings` lack."""
+    num_before = len(findings.cells)
+    experiment.serve_rates(load, findings, lambda what: print(what, flush=True))
+    return load, findings.cells[num_before:]
 
 
 def join(name: str, directory: Path) -> tuple[Path, Reproduced[Any]]:

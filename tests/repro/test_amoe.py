@@ -148,6 +148,21 @@ def test_a_part_runs_every_seed():
     assert len(steps) == experiment.num_runs(part.name)
 
 
+def test_an_overload_follows_the_rates_and_is_past_the_capacity_of_every_system(found):
+    findings = found[0].findings
+    kept = msgspec.structs.replace(findings, cells=list(findings.cells))
+    steps = []
+    part = replace(PART, overload=1.1)
+    AmoeExperiment((part,)).serve_rates(part.name, kept, steps.append)
+    new = kept.cells[len(findings.cells) :]
+    assert [cell.system for cell in new] == list(part.systems)  # what was there is not run again
+    most = max(run.tokens_per_s for run in findings.closed)
+    [rate] = {cell.rate for cell in new}
+    assert rate * LENGTH.mean_output == pytest.approx(1.1 * most, rel=0.01)
+    assert len(steps) == len(new)
+    assert AmoeExperiment((part,)).num_runs(part.name) == AmoeExperiment((PART,)).num_runs(part.name) + len(new)
+
+
 def test_a_kept_part_is_not_run_again(found):
     result, experiment, out, _ = found
     again = reproduce(Console(file=io.StringIO()), "amoe", experiment, out)

@@ -53,7 +53,7 @@ class AmoeExperiment(PartsExperiment[AmoeFindings, Part]):
     def num_runs(self, load: str) -> int:
         """Runs at rates, and one for all runs with constant numbers of requests of each system."""
         part = self.parts[load]
-        num_rates = len(part.rates) + len(part.shares)
+        num_rates = len(part.rates) + len(part.shares) + bool(part.overload)
         return len(part.systems) * (num_rates * len(part.seeds) + 1)
 
     def claims(self, findings: AmoeFindings) -> list[Claim]:
@@ -77,14 +77,24 @@ class AmoeExperiment(PartsExperiment[AmoeFindings, Part]):
         for system in part.systems:
             step(f"{load}: {system}, constant numbers of requests")
             findings.closed += _ladder(part).run(system, part.seeds[0])
+        self.serve_rates(load, findings, step)
+        return findings
+
+    def serve_rates(self, load: str, findings: AmoeFindings, step: Callable[[str], None]) -> None:
+        """Run the part at its rates, but for what `findings` has. These have its runs with constant numbers."""
+        part = self.parts[load]
         lengths = LENGTHS[part.lengths]
-        rates = part.rates + tuple(share * _most(findings, ASYNC) / lengths.mean_output for share in part.shares)
+        has = {(cell.load, cell.rate, cell.system, cell.seed) for cell in findings.cells}
+        rates = [*part.rates, *(share * _most(findings, load, (ASYNC,)) / lengths.mean_output for share in part.shares)]
+        if part.overload:
+            most = _most(findings, load, part.systems)
+            rates.append(float(f"{part.overload * most / lengths.mean_output:.3g}"))
         for rate in rates:
             for system in part.systems:
                 for seed in part.seeds:
-                    step(f"{load} at {rate:g}/s: {system}")
-                    findings.cells.append(_cell(part, rate, system, seed, findings))
-        return findings
+                    if (load, rate, system, seed) not in has:
+                        step(f"{load} at {rate:g}/s: {system}")
+                        findings.cells.append(_cell(part, rate, system, seed, findings))
 
 
 def make_experiment(settings: ReproSettings) -> AmoeExperiment:
@@ -126,13 +136,13 @@ def _ladder(part: Part) -> Ladder:
     )
 
 
-def _most(findings: AmoeFindings, system: str) -> float:
-    return max(run.tokens_per_s for run in findings.closed if run.system == system)
+def _most(findings: AmoeFindings, load: str, systems: Sequence[str]) -> float:
+    return max(run.tokens_per_s for run in findings.closed if run.load == load and run.system in systems)
 
 
 def _cell(part: Part, rate: float, system: str, seed: int, findings: AmoeFindings) -> AmoeCell:
     lengths, timing = LENGTHS[part.lengths], part.timing
-    runs = [run for run in findings.closed if run.system == system]
+    runs = [run for run in findings.closed if (run.load, run.system) == (part.name, system)]
     num_first = 0 if part.is_cold else num_in_progress(runs, rate * lengths.mean_output)
     built = build(system, part.bed, (lengths.mean_context, lengths.longest), seed)
     load = open_load(lengths, rate, timing.stop_s, num_first, seed)

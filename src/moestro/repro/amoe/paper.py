@@ -41,6 +41,7 @@ class Part:
         rates: requests a second.
         systems: systems that serve them.
         shares: rates as shares of the highest throughput of `async`, in addition.
+        overload: a last rate, as a multiple of the highest throughput of all systems; 0 means none.
         is_cold: whether the system is empty at the start, as in figure 12.
         timing: extent of the runs.
         seeds: seeds of the gate, and of requests at rates. Runs with constant numbers of requests have the first.
@@ -53,6 +54,7 @@ class Part:
     rates: tuple[float, ...]
     systems: tuple[str, ...]
     shares: tuple[float, ...] = ()
+    overload: float = 0.0
     is_cold: bool = False
     timing: Timing = Timing()
     seeds: tuple[int, ...] = (0,)
@@ -63,6 +65,7 @@ RATES: dict[str, tuple[float, ...]] = {  # of the authors' scripts, the first, a
     "medium": (50, 150, 250),
     "reasonable": (25, 50, 100),
 }
+_OVERLOAD = 1.1  # where the rates of the paper end below what most systems can do
 POPULARITIES: tuple[Popularity, ...] = ("uniform", "same", "permuted")
 # Each layer has other hot experts. One panel has the same ones in all layers, to show how much that decides.
 SKEWED: Popularity = "permuted"
@@ -91,6 +94,7 @@ def _panel(lengths: str, top_k: int, popularity: Popularity) -> Part:
         lengths=lengths,
         bed=Bed(network=TOP_1 if top_k == 1 else TOP_2, popularity=popularity),
         rates=RATES[lengths],
+        overload=_OVERLOAD,
         systems=(ASYNC, PAIRED if popularity == "same" else COLOCATED, *BASELINES),
     )
 
@@ -125,7 +129,8 @@ def _others() -> list[Part]:
         *(
             Part(
                 name=f"{name}_{SKEWED}", figure=figure, lengths=lengths, bed=bed, rates=rates, systems=systems,
-                shares=shares, seeds=SPREAD_SEEDS if name == "spread" else (0,),
+                shares=shares, overload=_OVERLOAD if figure in ("9b", "10") else 0.0,
+                seeds=SPREAD_SEEDS if name == "spread" else (0,),
             )
             for name, figure, lengths, bed, rates, systems, shares in rows
         ),
