@@ -90,7 +90,7 @@ class Kind:
     Attributes:
         num: number of routers.
         is_shared: whether they exchange what they know.
-        smg: the program `smg`; None means that they are `moestro route`.
+        smg: Python of an environment that holds smg, whose routers these are; None means `moestro route`.
     """
 
     num: int
@@ -205,11 +205,22 @@ async def _start(made: Routers, kind: Kind, urls: list[str], logs: list[Path], p
         made.admin.append(re.search(r"(http://[\d.]+:\d+)/admin/engines", text)[1])
 
 
-async def _start_smg(made: Routers, program: Path, urls: list[str], logs: list[Path]) -> None:
+async def _start_smg(made: Routers, python: Path, urls: list[str], logs: list[Path]) -> None:
     ports = iter(_free_ports(3 * len(logs)))
     for at, log in enumerate(logs):
         port, figures, mesh = next(ports), next(ports), next(ports)
-        command = [str(program), "launch", "--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware"]
+        command = [
+            str(python),
+            "-m",
+            "smg",
+            "launch",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--policy",
+            "cache_aware",
+        ]
         command += ["--worker-startup-timeout-secs", "20", "--log-level", "warn", "--worker-urls", *urls]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(figures)]
         command += ["--enable-mesh", "--mesh-host", "127.0.0.1", "--mesh-port", str(mesh)]
@@ -451,8 +462,8 @@ def main() -> None:
     options: argparse.Namespace = parser.parse_args()
     load = Load(policy=options.policy, seconds=options.seconds)
     record = run_record("measured", "three routers, clients and imitated engines on a loaded machine of two cores")
-    smg = options.peers and options.peers / "bin" / "smg"
-    versions = {"smg": package_version(options.peers / "bin" / "python", "smg")} if smg else {}
+    smg = options.peers and options.peers / "bin" / "python"
+    versions = {"smg": package_version(smg, "smg")} if smg else {}
     save(options.json, record, {"peers": versions, "runs": asyncio.run(measure_all(load, smg))})
 
 

@@ -132,7 +132,8 @@ def routers(peers: Path | None, policies: list[str], tokenizer: Path | None) -> 
         if version:
             found[f"{name} {version}"] = peer([python, "-m", module], *flags)
     if version := package_version(python, "smg"):
-        found[f"smg {version}"] = peer([str(peers / "bin" / "smg"), "launch"], "--log-level", "warn")
+        # The program `smg` may be another: sglang-router installs one of that name, which is itself.
+        found[f"smg {version}"] = peer([python, "-m", "smg", "launch"], "--log-level", "warn")
     return found
 
 
