@@ -88,6 +88,41 @@ def _queue_table(path: Path, digits: int) -> str:
     return "\n".join(_table(columns, rows))
 
 
+def fleet_table() -> str:
+    """What sessions see of one router and of several, one of which is killed."""
+    stored = json.loads((RESULTS / "fleet.json").read_text())
+    runs = stored["runs"]
+    titles = {"one": "one router", "apart": "three without `--peer`", "shared": "three with `--peer`"}
+    titles["smg_mesh"] = f"three of smg {stored['peers']['smg']}, `--enable-mesh`"
+    rows: dict[str, list[str]] = {
+        "requests that failed before their first byte": [],
+        "turns at the engine of the turn before; from the kill on": [],
+        "new prompts that another router sends to the same engine 0, 0.2, 1 and 5 s after the answer": [],
+        "streams that were cut, all of the killed router": [],
+        "bytes between the routers: a request; a second without requests": [],
+        "ms of CPU of all routers a request": [],
+    }
+    for name in titles:
+        run, several = runs[name], name != "one"
+        after_kill = f"; {run['kept_engine_after_kill']:.0%}" if several else ""
+        followed = ", ".join(f"{100 * share:.0f}" for share in run["followed_after_s"].values()) if several else ""
+        sent = f"{run['bytes_per_request']:,}; {run['bytes_per_s_without_requests']:,}" if run["shared"] else ""
+        cells = [
+            f"{run['failed_before_first_byte']} of {run['requests']:,}",
+            f"{run['kept_engine']:.0%}{after_kill}".replace("%", " %"),
+            followed and f"{followed} %",
+            str(run["cut_after_first_byte"]),
+            sent,
+            f"{run['cpu_ms_per_request']:.1f}" if several else "",
+        ]
+        for row, cell in zip(rows.values(), cells, strict=True):
+            row.append(cell)
+    ms = runs["shared"]["converged_ms"]
+    after = f"another router counts a request after {ms['median']:.0f} ms (median; {ms['min']:.0f} to {ms['max']:.0f})."
+    table = _table(["", *titles.values()], [[title, *cells] for title, cells in rows.items()])
+    return "\n".join([*table, "", f"With `--peer` {after}"])
+
+
 def ranks_table() -> str:
     """Times of routing policies over the ranks of one vLLM server, and of the server's own balancer."""
     stored = json.loads((RESULTS / "vllm_ranks.json").read_text())

@@ -22,16 +22,18 @@ import time
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from moestro.calibrate.runner import host_copies, measure
 from moestro.calibrate.settings import Measuring
-from moestro.calibrate.shapes import Limits
+from moestro.calibrate.shapes import Limits, chunk, decodes, forward
 from moestro.config.run_record import run_record
 from moestro.core.hashing import hash_blocks, hash_key
 from moestro.core.request import ModelInfo, Request, SamplingParams
+from moestro.core.work import Forward, StepResult
 from moestro.cost.tables import MeasuredCost, Table
 from moestro.engine.rank import Rank, build_rank
 from moestro.engine.settings import SchedulerSettings
@@ -56,6 +58,9 @@ BLOCK_SIZE, NUM_BLOCKS, VOCAB, FIRST_TOKEN = 16, 128, 4096, 3
 LONGEST, MAX_SEQS, BUDGET = 800, 8, 512
 SIZES = (0, 1, 4)  # host memory over KV memory
 _HASH_KEY = hash_key("bench")
+_FIRST_TRIALS, _SMOOTHED = 9, 3  # trials of the clock's own steps: those that make its speed, and those of one time
+_WORK_PER_TRIAL = 10  # work between two trials, in trials
+_OWN_BLOCKS = 64  # the last ones of the device
 SHAPE = SessionShape(
     like="coding agents, scaled to a small network",
     single_share=0.15,
@@ -98,15 +103,73 @@ def paused(tool_s: float) -> SessionShape:
     return replace(SHAPE, think_s=Mixture(0.89, LogNormal(tool_s, 0.8), LogNormal(20 * tool_s, 0.8)))
 
 
-class EngineClock:
-    """Processor time of this process while the engine works, and the time that was skipped while it did not."""
+class OneSpeedDevice:
+    """A device that knows whether it computes, and a clock of the process that runs at one speed.
 
-    def __init__(self) -> None:
-        self._skipped_ns = -time.process_time_ns()
+    Between steps the clock times a decode and a chunk on blocks that no request has. It divides processor time by how
+    much longer they take than in the first trials, and does not count them.
+
+    Args:
+        device: computes the steps.
+        limits: of the engine that uses it.
+
+    Attributes:
+        slowness: how much longer the clock's steps took, each time.
+    """
+
+    def __init__(self, device: TorchDevice, limits: Limits) -> None:
+        self.device, self.slowness = device, [1.0]
+        self._limits, self._rng, self._num_running = limits, np.random.default_rng(0), 0
+        self._time_ns, self._used_ns, self._seen_ns, self._timed_ns = 0.0, 0, 0, 0
+        first = [self._own_steps_ns() for _ in range(_FIRST_TRIALS)]
+        self._usual_ns = statistics.median(first)
+        self._seen_ns = self._timed_ns = time.process_time_ns()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.device, name)
+
+    def launch(self, item: Forward, now_ns: int) -> None:
+        """Implement `Device.launch`."""
+        self._num_running += 1
+        self.device.launch(item, now_ns)
+
+    def poll(self, now_ns: int) -> list[StepResult]:
+        """Implement `Device.poll`."""
+        results = self.device.poll(now_ns)
+        self._num_running -= len(results)
+        return results
+
+    def clock_ns(self) -> int:
+        """Return the processor time at one speed, ns."""
+        now_ns = time.process_time_ns()
+        self._time_ns += (now_ns - self._seen_ns) / statistics.mean(self.slowness[-_SMOOTHED:])
+        self._seen_ns = now_ns
+        if not self._num_running and now_ns - self._timed_ns > _WORK_PER_TRIAL * self._usual_ns:
+            self.slowness.append(self._own_steps_ns() / self._usual_ns)
+            self._seen_ns = self._timed_ns = time.process_time_ns()
+        return round(self._time_ns)
+
+    def _own_steps_ns(self) -> int:
+        begun_ns = time.process_time_ns()
+        for batch in (decodes([200] * 3), chunk(48, 160)):
+            item = forward(batch, self._limits, self._rng)
+            item.units.block_tables[:] += self._limits.num_blocks - _OWN_BLOCKS
+            self.device.launch(item, 0)
+            while not self.device.poll(0):
+                pass
+        return time.process_time_ns() - begun_ns
+
+
+class EngineClock:
+    """Time of the engine while it works, and the time that was skipped while it did not."""
+
+    def __init__(self, device: OneSpeedDevice) -> None:
+        self._device = device
+        self._skipped_ns = -device.clock_ns()
 
     def now_ns(self) -> int:
         """Return the time since the start, ns."""
-        return time.process_time_ns() + self._skipped_ns
+        return self._device.clock_ns() + self._skipped_ns
 
     def skip_to(self, time_ns: int) -> None:
         """Skip the time until then."""
@@ -118,12 +181,13 @@ class ClosedLoop:
 
     Args:
         rank: the engine.
+        device: its device, which has the clock.
         sessions: the load; its rows give lengths and pauses alone.
         seed: of the clients' tokens.
     """
 
-    def __init__(self, rank: Rank, sessions: Sessions, seed: int) -> None:
-        self._rank, self._sessions, self._clock = rank, sessions, EngineClock()
+    def __init__(self, rank: Rank, device: OneSpeedDevice, sessions: Sessions, seed: int) -> None:
+        self._rank, self._sessions, self._clock = rank, sessions, EngineClock(device)
         self._tokens = np.random.default_rng([seed, 1])
         self._heads = [self._tokens.integers(FIRST_TOKEN, VOCAB, LONGEST, dtype=np.int32) for _ in SHAPE.apps]
         self._due = list(zip(sessions.start_ns.tolist(), sessions.first_rows.tolist(), strict=True))
@@ -211,18 +275,23 @@ def simulate(table: Table, bounds: SchedulerSettings, sessions: Sessions) -> Res
     return results
 
 
-def calibrated(device: TorchDevice, info: ModelInfo, rounds: int) -> Table:
-    """Measure the cost table of the device in processor time."""
-    limits = Limits(
+def limits_of(info: ModelInfo) -> Limits:
+    """Return the limits of the device."""
+    return Limits(
         max_model_len=LONGEST, max_num_seqs=MAX_SEQS, max_num_batched_tokens=BUDGET, num_blocks=info.num_blocks,
         block_size=BLOCK_SIZE, vocab_size=VOCAB,
     )  # fmt: skip
-    table, _ = measure(device, limits, Measuring(rounds=rounds, num_checks=1), time.process_time_ns)
+
+
+def calibrated(device: OneSpeedDevice, info: ModelInfo, rounds: int) -> Table:
+    """Measure the cost table of the device in the time of its clock."""
+    limits = replace(limits_of(info), num_blocks=info.num_blocks - _OWN_BLOCKS)
+    table, _ = measure(device, limits, Measuring(rounds=rounds, num_checks=1), device.clock_ns)
     return msgspec.structs.replace(table, device="cpu", copies=host_copies(info))
 
 
 def measured(
-    device: TorchDevice, info: ModelInfo, subject: Subject, seed: int, table: Table
+    device: OneSpeedDevice, info: ModelInfo, subject: Subject, seed: int, table: Table
 ) -> list[dict[str, object]]:
     """Serve a round's sessions in each case; return the measured and the simulated figures."""
     found = []
@@ -232,7 +301,8 @@ def measured(
         for size in SIZES:
             bounds = bounds_of(size, info)
             rank = build_rank(bounds, device, host_block_ns=info.host_block_ns)
-            results = ClosedLoop(rank, sessions, seed).run()
+            num_trials = len(device.slowness)
+            results = ClosedLoop(rank, device, sessions, seed).run()
             rank.scheduler.check()
             found.append(
                 {
@@ -240,6 +310,7 @@ def measured(
                     "host memory": size,
                     "seed": seed,
                     "live_kv": live_tokens(sessions.rows.session, results) / (NUM_BLOCKS * BLOCK_SIZE),
+                    "slowness": np.percentile(device.slowness[num_trials - 1 :], [10, 50, 90]).tolist(),
                     "measured": figures_of(results),
                     "simulated": figures_of(simulate(table, bounds, sessions)),
                 }
@@ -280,9 +351,10 @@ def main() -> None:
             model=str(directory), device="cpu", max_model_len=LONGEST, block_size=BLOCK_SIZE,
             num_gpu_blocks_override=8 * NUM_BLOCKS, kv_offloading_size=0.5,
         )  # fmt: skip
-        device, info = open_device(settings)
+        opened, info = open_device(settings)
         assert info.num_host_blocks >= max(SIZES) * NUM_BLOCKS
-        device.network.finish_kernels()
+        opened.network.finish_kernels()
+        device = OneSpeedDevice(opened, limits_of(info))
         table, runs = calibrated(device, info, max(args.rounds, 2)), []
         for seed in range(args.rounds):
             runs += measured(device, info, subject, seed, table)
