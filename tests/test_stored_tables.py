@@ -476,18 +476,6 @@ def own_server() -> Rows:
     yield f"{num_within} of {len(without)} runs are within 15 %, and the worst is {-100 * min(without):.0f} % too low."
 
 
-def host_memory() -> Rows:
-    rows: dict[float, list[str]] = defaultdict(list)
-    for case in stored("serving/host_tier.json")["models"]["demo"]["cases"]:
-        measured, error = case["measured"], f"{signed(case['ttft_error'])} %"
-        shown = f"**{error}**" if abs(case["ttft_error"]) > 0.15 else error
-        hits = f"{measured['device_hits']:.0%}, {measured['host_hits']:.0%}".replace("%", " %")
-        means = f"{measured['ttft_mean_ms']:.1f}, {case['simulated']['ttft_mean_ms']:.1f}"
-        rows[case["tool_s"]].append(f"{means}, {shown}; {hits}")
-    for cells in rows.values():
-        yield f" | {' | '.join(cells)} |"
-
-
 def qllm_shares() -> Rows:
     runs = findings("qllm", QllmFindings)
 
@@ -561,7 +549,7 @@ TABLES: dict[str, tuple[Callable[[], Rows], ...]] = {
     "docs/placement.md": (sources, drift_in_short),
     "docs/policies.md": (session_pauses, unlike_engines, step_groups, overload),
     "docs/route.md": (several_routers,),
-    "docs/simulator.md": (simulator_speed, recorded_vllm, own_server, host_memory),
+    "docs/simulator.md": (simulator_speed, recorded_vllm, own_server),
     "docs/repro.md": (qllm_shares, gimbal_waits),
     "docs/flow.md": (preemption_with_equal_places,),
 }  # fmt: skip

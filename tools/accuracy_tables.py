@@ -1,4 +1,4 @@
-"""The table of docs/accuracy.md, made of the stored results of bench/accuracy."""
+"""Tables of docs/accuracy.md, made of the stored results of bench/accuracy, and that of engines with host memory."""
 
 from __future__ import annotations
 
@@ -89,3 +89,38 @@ def summary_table() -> str:
         cells.append(f"{fmean(points):.1f} points, at most {max(points):.1f}")
         lines.append(f"| {result['system']} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def host_memory_table() -> str:
+    """What host memory saves on a CPU, measured and simulated, by model, live KV and size."""
+    models = json.loads((RESULTS.parent / "serving" / "host_tier.json").read_text())["models"]
+    columns = ["model", "live KV", "host memory", "mean TTFT, ms", "simulated", "P99, ms", "simulated", "over none"]
+    columns += ["simulated", "hits on the device, on the host", "tokens/s"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for model, found in models.items():
+        without = {case["tool_s"]: case for case in found["cases"] if not case["host memory"]}
+        for case in found["cases"]:
+            measured, simulated = case["measured"], case["simulated"]
+            low, high = case["ttft_range_ms"]
+            none = without[case["tool_s"]]
+            over = (
+                f"{case[side]['ttft_mean_ms'] / none[side]['ttft_mean_ms']:.2f}" for side in ("measured", "simulated")
+            )
+            cells = [
+                model,
+                f"{case['live_kv']:.1f}",
+                str(case["host memory"]),
+                f"{_round(measured['ttft_mean_ms'])} ({_round(low)} to {_round(high)})",
+                f"{_round(simulated['ttft_mean_ms'])}, {case['ttft_error']:+.0%}".replace("%", " %"),
+                _round(measured["ttft_p99_ms"]),
+                _round(simulated["ttft_p99_ms"]),
+                *over,
+                f"{measured['device_hits']:.0%}, {measured['host_hits']:.0%}".replace("%", " %"),
+                f"{measured['tokens_per_s']:.1f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _round(ms: float) -> str:
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.1f}"

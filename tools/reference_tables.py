@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import kernel_table
-from accuracy_tables import accuracy_table, estimates_table, summary_table
+from accuracy_tables import accuracy_table, estimates_table, host_memory_table, summary_table
 from attack_table import attacks_table
 from client_tables import agents_table, clients_table
 from flag_lists import flags_beside, flags_of
@@ -36,7 +36,7 @@ from lmetric_tables import ages_table, capacities_table, latencies_table, worse_
 from metric_tables import kv_event_metrics, own_metrics, route_metrics, shadow_metrics, shared_metrics
 from mutants import stored_table
 from repro_tables import amoe_throughputs, claims_of_paper, setup_of_paper
-from routing_tables import costs_table, loads_table, queue_table, ranks_table, simulated_queue_table
+from routing_tables import costs_table, fleet_table, loads_table, queue_table, ranks_table, simulated_queue_table
 from scope_tables import refused_fields, vllm_flags
 from stored_results import results_table
 
@@ -103,8 +103,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "accuracy of systems": summary_table,
     "accuracy of predictions": accuracy_table,
     "estimates of calibrate": estimates_table,
+    "host memory of engines": host_memory_table,
     "policies before vLLM": loads_table,
     "costs of routers": costs_table,
+    "fleets of routers": fleet_table,
     "simulated queue": simulated_queue_table,
     "queue before vLLM": queue_table,
     "ranks of vLLM": ranks_table,

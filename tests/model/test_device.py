@@ -14,6 +14,7 @@ from moestro.core.request import SamplingDefaults
 from moestro.core.work import LOGITS_LAST, LOGITS_NONE, Forward
 from moestro.errors import ConfigError, UnsupportedModelError
 from moestro.model.device import open_device
+from moestro.model.pools import measure_copy
 from moestro.model.sampler import sample
 from moestro.model.settings import ModelSettings
 from moestro.model.tensors import choose_device
@@ -170,6 +171,28 @@ def test_memory_for_less_than_one_block_is_refused(checkpoint):
 def test_host_memory_takes_the_blocks_that_its_size_holds(checkpoint):
     settings = tiny.settings_of(checkpoint("qwen3_moe"), kv_offloading_size=50 * 3072 / 2**30)
     assert open_device(settings)[1].num_host_blocks == 50
+
+
+def test_the_copy_of_a_block_is_timed_in_few_blocks_that_were_written_before(monkeypatch):
+    class Pools:
+        now_ns, moves = 0, []
+
+        def move(self, moves):
+            self.moves.append(moves)
+            slow = 100 if len(self.moves) == 5 else 1  # a neighbour of the machine disturbs one copy
+            self.now_ns += slow * (800 + 100 * moves.restored.shape[1])
+
+        def wait(self):
+            pass
+
+    pools = Pools()
+    monkeypatch.setattr("moestro.model.pools.time.perf_counter_ns", lambda: pools.now_ns)
+    assert measure_copy(pools, 24) == (800 + 8 * 100) / 8
+    kept, restored = pools.moves[:3], pools.moves[3:]
+    assert not any(moves.restored.shape[1] for moves in kept)
+    assert np.concatenate([moves.kept[1] for moves in kept]).tolist() == list(range(24))
+    assert np.concatenate([moves.restored[0] for moves in restored]).tolist() == list(range(24))
+    assert measure_copy(pools, 0) == 0
 
 
 @pytest.mark.parametrize(
