@@ -54,13 +54,13 @@ from shared.models import DEMO, make_random_model
 from shared.results import make_parser, save
 from simulator.host_tier import figures_of, live_tokens
 
-BLOCK_SIZE, NUM_BLOCKS, VOCAB, FIRST_TOKEN = 16, 128, 4096, 3
+BLOCK_SIZE, VOCAB, FIRST_TOKEN = 16, 4096, 3
 LONGEST, MAX_SEQS, BUDGET = 800, 8, 512
 SIZES = (0, 1, 4)  # host memory over KV memory
 _HASH_KEY = hash_key("bench")
 _FIRST_TRIALS, _SMOOTHED = 9, 3  # trials of the clock's own steps: those that make its speed, and those of one time
 _WORK_PER_TRIAL = 10  # work between two trials, in trials
-_OWN_BLOCKS = 64  # the last ones of the device
+_DEVICE_BLOCKS, _OWN_BLOCKS = 1024, 64  # of the device, for its calibration, and the last ones for the clock's steps
 SHAPE = SessionShape(
     like="coding agents, scaled to a small network",
     single_share=0.15,
@@ -82,19 +82,21 @@ class Subject:
     """A network and its load.
 
     Attributes:
+        num_blocks: blocks of the engine's KV memory.
         requests: of a round and a case.
         rate: requests a second.
         tools_s: medians of the tools' pauses, s; those of persons are 20 times as long. Each gives one case.
     """
 
+    num_blocks: int
     requests: int
     rate: float
     tools_s: tuple[float, ...]
 
 
 SUBJECTS = {  # pauses for live KV of some 1.3, 2.4 and 3.7 times the memory
-    "demo": Subject(requests=300, rate=6.0, tools_s=(0.5, 1.9, 4.2)),
-    "random-640m": Subject(requests=80, rate=0.3, tools_s=(10.0, 38.0, 84.0)),
+    "demo": Subject(num_blocks=128, requests=300, rate=6.0, tools_s=(0.5, 1.9, 4.0)),
+    "random-640m": Subject(num_blocks=64, requests=100, rate=0.3, tools_s=(8.0, 32.0, 90.0)),
 }
 
 
@@ -255,10 +257,10 @@ class ClosedLoop:
                 heappush(self._due, (following[1], following[0]))
 
 
-def bounds_of(size: int, info: ModelInfo) -> SchedulerSettings:
+def bounds_of(num_blocks: int, size: int, info: ModelInfo) -> SchedulerSettings:
     """Return the settings of an engine with `size` times its KV memory on the host."""
     return SchedulerSettings(
-        num_blocks=NUM_BLOCKS, num_host_blocks=size * NUM_BLOCKS, block_bytes=info.block_bytes, block_size=BLOCK_SIZE,
+        num_blocks=num_blocks, num_host_blocks=size * num_blocks, block_bytes=info.block_bytes, block_size=BLOCK_SIZE,
         max_model_len=LONGEST, max_num_seqs=MAX_SEQS, max_num_batched_tokens=BUDGET,
     )  # fmt: skip
 
@@ -299,7 +301,7 @@ def measured(
         sessions = steady_sessions(paused(tool_s), subject.requests, subject.rate, seed)
         assert sessions.rows.session is not None
         for size in SIZES:
-            bounds = bounds_of(size, info)
+            bounds = bounds_of(subject.num_blocks, size, info)
             rank = build_rank(bounds, device, host_block_ns=info.host_block_ns)
             num_trials = len(device.slowness)
             results = ClosedLoop(rank, device, sessions, seed).run()
@@ -309,7 +311,7 @@ def measured(
                     "tool_s": tool_s,
                     "host memory": size,
                     "seed": seed,
-                    "live_kv": live_tokens(sessions.rows.session, results) / (NUM_BLOCKS * BLOCK_SIZE),
+                    "live_kv": live_tokens(sessions.rows.session, results) / (subject.num_blocks * BLOCK_SIZE),
                     "slowness": np.percentile(device.slowness[num_trials - 1 :], [10, 50, 90]).tolist(),
                     "measured": figures_of(results),
                     "simulated": figures_of(simulate(table, bounds, sessions)),
@@ -349,10 +351,10 @@ def main() -> None:
         directory = DEMO if model == "demo" else make_random_model(args.work / model)
         settings = ModelSettings(
             model=str(directory), device="cpu", max_model_len=LONGEST, block_size=BLOCK_SIZE,
-            num_gpu_blocks_override=8 * NUM_BLOCKS, kv_offloading_size=0.5,
+            num_gpu_blocks_override=_DEVICE_BLOCKS, kv_offloading_size=0.5,
         )  # fmt: skip
         opened, info = open_device(settings)
-        assert info.num_host_blocks >= max(SIZES) * NUM_BLOCKS
+        assert info.num_host_blocks >= max(SIZES) * subject.num_blocks
         opened.network.finish_kernels()
         device = OneSpeedDevice(opened, limits_of(info))
         table, runs = calibrated(device, info), []
