@@ -288,7 +288,7 @@ def limits_of(info: ModelInfo) -> Limits:
 def calibrated(device: OneSpeedDevice, info: ModelInfo) -> Table:
     """Measure the cost table of the device in the time of its clock."""
     limits = replace(limits_of(info), num_blocks=info.num_blocks - _OWN_BLOCKS)
-    table, _ = measure(device, limits, Measuring(rounds=3, num_checks=1), device.clock_ns)
+    table, _ = measure(device, limits, Measuring(rounds=5, num_checks=1), device.clock_ns)
     return msgspec.structs.replace(table, device="cpu", copies=host_copies(info))
 
 
