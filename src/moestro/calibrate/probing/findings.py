@@ -214,7 +214,13 @@ def _count(name: str, title: str, bounds: Bounds, why: str = "") -> Estimate:
     if value is None and bounds.low is not None and bounds.high is not None:
         value = (bounds.low + bounds.high) // 2
     return Estimate(
-        name=name, title=title, unit="", value=value, low=bounds.low, high=bounds.high, why=bounds.why or why
+        name=name,
+        title=title,
+        unit="",
+        value=value,
+        low=bounds.low,
+        high=bounds.high,
+        why=bounds.why or (why if value is None else ""),
     )
 
 
