@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.known_engine import KnownConstants, KnownEngine, VirtualServer, run_design
 
-from moestro.calibrate.probing.design import IdleDesign
+from moestro.calibrate.probing.design import IdleDesign, Observed
 from moestro.calibrate.probing.estimate import (
     DecodeTime,
     FirstTokenTime,
@@ -482,6 +482,14 @@ def test_an_inseparable_parameter_has_no_value():
     found = fit(StepDurations(decodes, [], [], [], None), LinearSteps())
     assert found.values.keys() == {"context_token"}
     assert found.values["context_token"] == pytest.approx(1e4)
+
+
+def test_a_cost_that_the_durations_would_make_negative_is_at_its_limit_and_not_exact():
+    sizes = [(rows, rows * length) for rows in (1, 2, 4, 8) for length in (50, 100, 400)]
+    decodes = [DecodeTime(rows=rows, context=context, ns=10e6 - 1e5 * rows + 10 * context) for rows, context in sizes]
+    observed = Observed(decodes=decodes)
+    found = find(observed, ProbedServer(model="m", max_model_len=None))
+    assert any("at its lower limit" in each.words for each in found.estimates)
 
 
 def test_no_cost_is_negative():

@@ -16,7 +16,7 @@ from moestro.cost.gpus import gpu_named, kv_blocks, worker_kv_blocks
 from moestro.cost.settings import link_within, read_network
 from moestro.cost.tables import Table, load_table
 from moestro.errors import ConfigError
-from moestro.planner.settings import ObjectiveSettings, PlanSettings
+from moestro.planner.settings import HardwareSettings, ObjectiveSettings, PlanSettings
 from moestro.planner.systems import RunLimits, ServedSystem, ServerLaunch, memory_share, own_servers
 from moestro.sim.cluster import AtTimes, Workload
 from moestro.sim.groups.group_setup import network_of
@@ -432,13 +432,7 @@ def _num_blocks(engines: SimEngineSettings, num_redundant: int) -> int:
 def _calibrated(settings: PlanSettings, system: ServedSystem, load: DayLoad) -> ServerChoice:
     """Return the engine of an engine file, on the GPU where it was calibrated or on another one."""
     path, hardware = Path(settings.model).expanduser(), settings.hardware
-    if why_not := system.why_not("fused", hardware.gpus_per_engine):
-        raise ConfigError(f"--gpus-per-engine {hardware.gpus_per_engine}: {why_not}; give --for vllm or sglang")
-    if hardware.gpus_per_engine > hardware.num_gpus:
-        raise ConfigError(
-            f"--gpus-per-engine {hardware.gpus_per_engine} is more than --num-gpus {hardware.num_gpus}: not one engine"
-            " can be started"
-        )
+    _check_gpus(hardware, system)
     try:
         engines = msgspec.convert(read_engines(path, "MODEL"), SimEngineSettings)
     except msgspec.ValidationError as error:
@@ -453,23 +447,7 @@ def _calibrated(settings: PlanSettings, system: ServedSystem, load: DayLoad) -> 
         )
     num_blocks = engines.num_blocks
     is_other = hardware.is_other_gpu
-    if is_other:
-        assert hardware.network is not None, "checked by the settings"
-        assert hardware.calibrated_gpu is not None, "checked above"
-        engines = replace(
-            engines, gpu=hardware.gpu, network=hardware.network, table_gpu=hardware.calibrated_gpu,
-            tensor_parallel_size=hardware.gpus_per_engine, link_within=hardware.link_within,
-        )  # fmt: skip
-        there, here = (
-            kv_blocks(
-                network_of(engines),
-                gpu_named(name),
-                engines.block_size,
-                gpu_memory_utilization=hardware.gpu_memory_utilization,
-            )
-            for name in (hardware.gpu, hardware.calibrated_gpu)
-        )
-        engines = replace(engines, num_blocks=max(num_blocks * there // here, 1))
+    engines = _on_other_gpu(engines, num_blocks, hardware) if is_other else engines
     longest = engines.max_model_len or num_blocks * engines.block_size
     if load.longest > longest:
         raise ConfigError(
@@ -491,6 +469,37 @@ def _calibrated(settings: PlanSettings, system: ServedSystem, load: DayLoad) -> 
     title, engines = f"engine of {path.name}", replace(engines, count=1)
     notes = _unknown_limits(measured, engines)
     return ServerChoice(title, hardware.gpus_per_engine, engines, launch, is_from_sizes=False, notes=notes)
+
+
+def _check_gpus(hardware: HardwareSettings, system: ServedSystem) -> None:
+    """Refuse engines that the server cannot run, or that have more GPUs than there are."""
+    if why_not := system.why_not("fused", hardware.gpus_per_engine):
+        raise ConfigError(f"--gpus-per-engine {hardware.gpus_per_engine}: {why_not}; give --for vllm or sglang")
+    if hardware.gpus_per_engine > hardware.num_gpus:
+        raise ConfigError(
+            f"--gpus-per-engine {hardware.gpus_per_engine} is more than --num-gpus {hardware.num_gpus}: not one engine"
+            " can be started"
+        )
+
+
+def _on_other_gpu(engines: SimEngineSettings, num_blocks: int, hardware: HardwareSettings) -> SimEngineSettings:
+    """Return a calibrated engine of equally many GPUs of another kind: the KV cache grows with what is left."""
+    assert hardware.network is not None, "checked by the settings"
+    assert hardware.calibrated_gpu is not None, "checked by the caller"
+    engines = replace(
+        engines, gpu=hardware.gpu, network=hardware.network, table_gpu=hardware.calibrated_gpu,
+        tensor_parallel_size=hardware.gpus_per_engine, link_within=hardware.link_within,
+    )  # fmt: skip
+    there, here = (
+        kv_blocks(
+            network_of(engines),
+            gpu_named(name),
+            engines.block_size,
+            gpu_memory_utilization=hardware.gpu_memory_utilization,
+        )
+        for name in (hardware.gpu, hardware.calibrated_gpu)
+    )
+    return replace(engines, num_blocks=max(num_blocks * there // here, 1))
 
 
 class _ProbedLimit(msgspec.Struct):

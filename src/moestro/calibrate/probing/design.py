@@ -235,7 +235,7 @@ class IdleDesign(ProbeDesign):
         while True:
             found = yield from self._decode(rows, SHORT)
             if found.accepted < rows:
-                why = f"the server takes no more than {found.accepted} requests at once"
+                why = f"the server accepts no more than {found.accepted} requests at once"
                 seen.max_requests = Bounds(found.accepted, found.accepted)
                 if found.may_limit_rate:
                     why = f"{rows - found.accepted} of {rows} requests at once got 429, which may limit their rate"
