@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "bench"))
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tools")]
 from accuracy.loads import FITTED_NAME, FITTED_SEED, JUDGED_SEEDS, LOADS, write_trace  # noqa: E402 (no package)
+from accuracy_tables import estimates_table, summary_table  # noqa: E402 (no package)
 
 RESULTS = sorted((ROOT / "bench" / "results" / "accuracy").glob("*.json"))
 SOURCES = (
@@ -66,3 +67,17 @@ def test_each_load_of_a_system_has_every_seed(result):
 def test_a_load_with_the_seed_of_the_probes_is_refused(tmp_path):
     with pytest.raises(AssertionError):
         write_trace(tmp_path / "trace.jsonl", LOADS["mixed, 0.3"], FITTED_SEED, 1.0)
+
+
+def test_the_summary_counts_the_loads_of_each_system_and_the_runs_of_late_clients(result):
+    (line,) = [line for line in summary_table().splitlines() if line.startswith(f"| {result['system']} |")]
+    late = sum(not row["client_is_valid"] for row in result["rows"])
+    loads = len({row["load"] for row in result["rows"]})
+    assert f"| {loads} of {len(LOADS)} | {late} of {len(result['rows'])} |" in line
+
+
+def test_a_cost_at_its_lower_limit_is_not_called_exact(result):
+    costs = [each for each in result["estimates"] if each["unit"] and each["value"] == each["high"] == 0]
+    table = [line for line in estimates_table().splitlines() if any(each["title"] in line for each in costs)]
+    assert all("(lower limit)" in line for line in table)
+    assert not any("0 us (exact)" in line or "0 ns (exact)" in line for line in table)

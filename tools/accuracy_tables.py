@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from moestro.core.rng import student_t_quantile
 
-RESULTS = Path(__file__).parents[1] / "bench" / "results" / "accuracy"
+BENCH = Path(__file__).parents[1] / "bench"
+sys.path.insert(0, str(BENCH))
+from accuracy.loads import LOADS  # noqa: E402 (no package)
+
+RESULTS = BENCH / "results" / "accuracy"
 TITLES = {
     "ttft_mean_ms": "TTFT mean",
     "ttft_p99_ms": "TTFT P99",
@@ -73,15 +78,18 @@ def _estimate(each: dict[str, Any]) -> str:
         least = "" if each["low"] is None else f"at least {each['low']:{number}}; "
         return f"not identified: {least}{why}"
     value = f"{each['value']:{number}} {unit}".rstrip()
-    words = why or "exact" if each["low"] == each["high"] else f"{each['low']:{number}} to {each['high']:{number}}"
+    exact = "lower limit" if unit and not each["value"] else why or "exact"
+    words = exact if each["low"] == each["high"] else f"{each['low']:{number}} to {each['high']:{number}}"
     return f"{value} ({words})"
 
 
 def summary_table() -> str:
-    """Mean absolute errors of each system over all loads and seeds, and the share of loads within the goals."""
-    lines = [f"| system | {' | '.join(TITLES.values())} | hit ratio |", "|---" * (len(TITLES) + 2) + "|"]
+    """Mean absolute errors of each system over its loads and seeds, and how many of its runs had a late client."""
+    lines = [f"| system | loads | late | {' | '.join(TITLES.values())} | hit ratio |", "|---" * (len(TITLES) + 4) + "|"]
     for result in stored().values():
-        rows, cells = result["rows"], []
+        rows = result["rows"]
+        num_late = sum(not row["client_is_valid"] for row in rows)
+        cells = [f"{len({row['load'] for row in rows})} of {len(LOADS)}", f"{num_late} of {len(rows)}"]
         for figure in TITLES:
             errors = [abs(row["predicted"][figure] / row["measured"][figure] - 1) for row in rows]
             cells.append(f"{100 * fmean(errors):.0f} %, at most {100 * max(errors):.0f}")

@@ -247,6 +247,7 @@ def test_a_paced_server_has_the_prices_of_its_gpu(tmp_path):
         (("some/model", "--server", "http://127.0.0.1:1"), "give --served-model some/model"),
         (("--server", "http://127.0.0.1:1"), "no server answers at http://127.0.0.1:1/v1/models"),
         (("--server", "http://127.0.0.1:1", "--max-added-load", "2"), "--max-added-load must be"),
+        (("--server", "http://127.0.0.1:1", "--out", "x.toml"), "the engine file beside it ends in .toml: give .json"),
         (("--server", "http://127.0.0.1:1", "--out", "/nowhere/x.json"), "there is no directory /nowhere"),
     ],
 )

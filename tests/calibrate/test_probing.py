@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from support.known_engine import KnownConstants, KnownEngine, VirtualServer, run_design
 
-from moestro.calibrate.probing.design import IdleDesign
+from moestro.calibrate.probing.design import IdleDesign, Observed
 from moestro.calibrate.probing.estimate import (
     DecodeTime,
     FirstTokenTime,
@@ -29,12 +32,15 @@ from moestro.calibrate.probing.probes import (
     ProbeRequest,
     RequestTimes,
     ServerFigures,
+    ServerProbe,
     prompt_tokens,
 )
-from moestro.calibrate.probing.verb import BesideDesign
+from moestro.calibrate.probing.verb import BesideDesign, ProbingClient
 from moestro.cost.model import Batch
 from moestro.cost.tables import MeasuredCost
 from moestro.errors import MoestroError
+from moestro.loadgen.client import Endpoint
+from moestro.workload.run_records import Outcome
 
 
 def calibrated(constants: KnownConstants, *, shows_figures: bool = True, **limits) -> ServerFindings:
@@ -181,6 +187,231 @@ def test_several_engines_behind_an_address_are_refused():
         IdleDesign(known, ProbeLimits(seconds=60, max_concurrency=8, max_prompt_tokens=512))
 
 
+class Altered:
+    """A server on virtual time whose answers are altered by a function of the answer, the probe and its number."""
+
+    def __init__(self, alter, **constants):
+        self.server, self._alter, self.num_probes = VirtualServer(KnownEngine(KnownConstants(**constants))), alter, 0
+
+    def __call__(self, probe):
+        self.num_probes += 1
+        return self._alter(self.server(probe), probe, self.num_probes)
+
+    def calibrated(self, max_model_len=4096, **limits):
+        figures = replace(self.server.figures(), is_late=self._alter is with_late_gauges)
+        known = ProbedServer(model="known", max_model_len=max_model_len, figures=figures)
+        bounds = ProbeLimits(**{"seconds": 60.0, "max_concurrency": 32, "max_prompt_tokens": 2000} | limits)
+        design = IdleDesign(known, bounds)
+        run_design(design, self)
+        return find(design.observed, known)
+
+
+def with_counts(**changed):
+    """Alter the counts of each request; a function gets the request."""
+
+    def alter(answer, probe, _):
+        values = [{name: count(each) for name, count in changed.items()} for each in probe.requests]
+        return replace(
+            answer, requests=tuple(replace(each, **value) for each, value in zip(answer.requests, values, strict=True))
+        )
+
+    return alter
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        ({"num_prompt_tokens": lambda _: 0}, "counts 0 tokens in a prompt of 8: it shortens or extends prompts"),
+        ({"num_prompt_tokens": lambda each: min(each.num_tokens, 500)}, r"counts 500 tokens in a prompt of \d+"),
+        ({"num_cached_tokens": lambda each: each.num_tokens}, "reports 75 cached tokens of a prompt that has 67 in co"),
+        ({"num_cached_tokens": lambda _: -16}, "reports -16 cached tokens"),
+    ],
+)
+def test_a_server_that_counts_tokens_wrongly_is_refused(counts, words):
+    with pytest.raises(MoestroError, match=words):
+        Altered(with_counts(**counts)).calibrated()
+
+
+def with_late_gauges(answer, probe, _):
+    figures = replace(answer.after, num_running=len(probe.requests), is_late=True)
+    return replace(answer, after=figures)
+
+
+def test_requests_that_sglang_still_shows_when_it_is_idle_are_no_other_traffic():
+    found = Altered(with_late_gauges).calibrated()
+    assert estimate(found, "step").value == pytest.approx(6, rel=0.02)
+    assert any("SGLang's /metrics show the requests of its last logged step" in note for note in found.notes)
+
+
+def test_more_requests_than_the_probe_had_are_other_traffic_on_sglang_too():
+    def alter(answer, probe, number):
+        answer = with_late_gauges(answer, probe, number)
+        return replace(answer, after=replace(answer.after, num_running=len(probe.requests) + 1))
+
+    with pytest.raises(MoestroError, match="the server is busy"):
+        Altered(alter).calibrated()
+
+
+def test_metrics_that_end_in_the_middle_are_compared_with_the_tokens_until_then():
+    def alter(answer, probe, number):
+        return answer if number < 20 else replace(answer, before=None, after=None)
+
+    found = Altered(alter).calibrated()
+    assert any("did not always show its /metrics" in note for note in found.notes)
+    assert estimate(found, "row").value == pytest.approx(150, rel=0.02)
+
+
+def test_counts_that_begin_again_are_those_of_a_restarted_server():
+    def alter(answer, probe, number):
+        return answer if number < 30 else replace(answer, after=replace(answer.after, num_tokens=100 * (number - 29)))
+
+    with pytest.raises(MoestroError, match=r"/metrics count 100 tokens after [\d,]+: the server was restarted"):
+        Altered(alter).calibrated()
+
+
+class LimitedRate:
+    """Takes so many requests a second, and at most so many at once; refuses others with 429."""
+
+    def __init__(self, rate, burst):
+        self._rate, self._burst, self._left, self._at_s = rate, burst, burst, 0.0
+
+    def __call__(self, server, probe):
+        now_s = server.now_ns / 1e9
+        self._left, self._at_s = min(self._left + (now_s - self._at_s) * self._rate, self._burst), now_s
+        num_taken = min(len(probe.requests), int(self._left))
+        self._left -= num_taken
+        refused = RequestTimes(sent_ns=0, deliveries=np.zeros(0, np.int64), failure="http_429", message="slow down")
+        missing = (refused,) * (len(probe.requests) - num_taken)
+        if not num_taken:
+            figures = server.figures()
+            return ProbeAnswer(requests=missing, elapsed_s=now_s - 1, before=figures, after=figures)
+        answer = server(replace(probe, requests=probe.requests[:num_taken]))
+        return replace(answer, requests=answer.requests + missing)
+
+
+@pytest.mark.parametrize(
+    ("rate", "burst", "words"),
+    [
+        (20, 20, "refused a probe .* with 429"),
+        (60, 10, "requests of a probe .*, after it had taken as many and as long ones at once: it limits their rate"),
+    ],
+)
+def test_a_limit_of_the_rate_is_no_limit_of_requests_at_once(rate, burst, words):
+    limited = LimitedRate(rate, burst)
+    server = VirtualServer(KnownEngine(KnownConstants()))
+    known = ProbedServer(model="known", max_model_len=4096, figures=server.figures())
+    design = IdleDesign(known, ProbeLimits(seconds=60, max_concurrency=32, max_prompt_tokens=2000))
+    with pytest.raises(MoestroError, match=words):
+        run_design(design, lambda probe: limited(server, probe))
+
+
+def test_a_server_of_chats_alone_is_refused_by_what_it_lacks():
+    def alter(answer, *_):
+        failed = RequestTimes(sent_ns=0, deliveries=np.zeros(0, np.int64), failure="http_404", message="Not Found")
+        return replace(answer, requests=(failed,))
+
+    with pytest.raises(MoestroError, match=r"has no /v1/completions, .* \(Not Found\): a server of chats alone"):
+        Altered(alter).calibrated()
+
+
+def test_a_refusal_for_the_rate_identifies_no_queue():
+    def alter(answer, _, __):
+        refused = [replace(each, failure="http_429") if each.failure else each for each in answer.requests]
+        return replace(answer, requests=tuple(refused))
+
+    found = Altered(alter, max_requests=10).calibrated()
+    most = estimate(found, "max_requests")
+    assert (most.value, most.low) == (None, 10)
+    assert "6 of 16 requests at once got 429, which may limit their rate" in most.words
+    assert "max_num_queued_reqs" not in found.sizes
+
+
+def test_an_identified_number_of_requests_has_no_reason_why_it_is_missing():
+    assert estimate(calibrated(KnownConstants(max_requests=10)), "max_requests").words == "10"
+
+
+def test_sequences_that_are_too_short_for_probes_are_refused():
+    with pytest.raises(MoestroError, match="takes sequences of 40 tokens, and probes need 64"):
+        Altered(lambda answer, *_: answer).calibrated(max_model_len=40)
+
+
+@pytest.mark.parametrize(("max_model_len", "max_prompt_tokens"), [(64, 2000), (100, 2000), (4096, 64)])
+def test_no_probe_is_longer_than_the_server_and_the_operator_allow(max_model_len, max_prompt_tokens):
+    def alter(answer, probe, _):
+        assert all(each.num_tokens + each.max_tokens <= max_model_len for each in probe.requests)
+        assert all(each.num_tokens <= max_prompt_tokens for each in probe.requests)
+        return answer
+
+    Altered(alter).calibrated(max_model_len=max_model_len, max_prompt_tokens=max_prompt_tokens)
+
+
+def test_a_block_size_that_few_hits_leave_open_is_not_identified():
+    found = Altered(lambda answer, *_: answer).calibrated(max_model_len=100)
+    size = estimate(found, "block_size")
+    assert size.value is None
+    assert "hits of 64 of 67 tokens fit blocks of 4 or 8 or 16 or 32 or 64" in size.words
+    assert found.caches_prefixes
+
+
+def test_prompts_that_are_computed_before_decodes_hide_the_budget_and_no_cost():
+    found = calibrated(KnownConstants(prefills_first=True))
+    assert "or the server computes prompts before decodes" in estimate(found, "max_num_batched_tokens").words
+    for name, truth in (("step", 6), ("row", 150), ("prompt_token", 20), ("api", 3)):
+        assert estimate(found, name).value == pytest.approx(truth, rel=0.02)
+
+
+class FakeClient:
+    """Answers each request with its tokens at once; /metrics answers so many times, and then not."""
+
+    def __init__(self, num_reads):
+        self.num_reads, self._left = 0, num_reads
+
+    async def ask(self, url, body, headers, *, timeout_s, on_delivery):
+        on_delivery(1)
+        await asyncio.sleep(0.02)
+        outcome = Outcome(num_output_tokens=2)
+        outcome.delivery_ns.extend([time.monotonic_ns(), time.monotonic_ns()])
+        return outcome
+
+    async def read(self, path, *, timeout_s):
+        self.num_reads += 1
+        self._left -= 1
+        return b"vllm:num_requests_running 4\n" if self._left >= 0 else None
+
+
+def driven(client, num_probes, seconds=60.0, **limits):
+    """Send probes by the client, and return their answers."""
+    bounds = ProbeLimits(seconds=seconds, max_concurrency=8, max_prompt_tokens=64, **limits)
+    endpoint, answers = Endpoint("http://x", "m", -1), []
+
+    def probing():
+        for number in range(num_probes):
+            answer = yield ServerProbe("test", (ProbeRequest(key=number, num_tokens=8, max_tokens=2),))
+            answers.append(answer)
+
+    async def drive():
+        prober = ProbingClient(client, endpoint, bounds, vocab_size=9, seed=0)
+        server = await prober.find_server()
+        await asyncio.wait_for(prober.drive(probing(), lambda *_: None), 60)
+        return server
+
+    return asyncio.run(drive()), answers
+
+
+def test_metrics_are_read_again_after_a_failure_and_not_for_ever():
+    client = FakeClient(2)
+    server, answers = driven(client, 10)
+    assert server.max_model_len is None  # -1 means no limit
+    assert [each.after is not None for each in answers] == [False] * 10
+    assert client.num_reads == 2 + 3  # two that were answered, and three in vain
+
+
+def test_traffic_beside_a_short_probe_is_seen_and_no_pause_outlasts_the_time():
+    client = FakeClient(1000)
+    _, (answer,) = driven(client, 1, seconds=1.0, max_added_load=1e-4)
+    assert [each.num_running for each in answer.meanwhile] == [4]
+
+
 @pytest.mark.parametrize("figures", [None, ServerFigures(num_running=3)])
 def test_probes_beside_traffic_need_figures_of_the_traffic(figures):
     known = ProbedServer(model="known", max_model_len=4096, figures=figures)
@@ -251,6 +482,14 @@ def test_an_inseparable_parameter_has_no_value():
     found = fit(StepDurations(decodes, [], [], [], None), LinearSteps())
     assert found.values.keys() == {"context_token"}
     assert found.values["context_token"] == pytest.approx(1e4)
+
+
+def test_a_cost_that_the_durations_would_make_negative_is_at_its_limit_and_not_exact():
+    sizes = [(rows, rows * length) for rows in (1, 2, 4, 8) for length in (50, 100, 400)]
+    decodes = [DecodeTime(rows=rows, context=context, ns=10e6 - 1e5 * rows + 10 * context) for rows, context in sizes]
+    observed = Observed(decodes=decodes)
+    found = find(observed, ProbedServer(model="m", max_model_len=None))
+    assert any("at its lower limit" in each.words for each in found.estimates)
 
 
 def test_no_cost_is_negative():

@@ -34,6 +34,9 @@ def test_figures_of_sglang():
     found = figures_of(SGLANG)
     assert (found.num_running, found.kv_usage, found.num_kv_tokens, found.num_tokens) == (2, 0.5, 4096, 15)
     assert found.block_size is None
+    assert found.is_late
+    assert not figures_of(VLLM).is_late
+    assert not figures_of(b"moestro:num_requests_running 1\n" + SGLANG).is_late
 
 
 @pytest.mark.parametrize("text", [VLLM + VLLM.replace(b'engine="0"', b'engine="1"')])

@@ -113,6 +113,13 @@ def test_what_is_not_whole_has_failed(chunks, failure):
     assert len(outcome.delivery_ns) == 0
 
 
+def test_an_answer_that_is_no_stream_is_quoted():
+    reader = AnswerReader()
+    reader.feed(b'{"error": {"message": "the model is overloaded"}}', 1)
+    assert reader.outcome().failure == "no_stream"
+    assert reader.outcome().message == "the answer is not an event stream: the model is overloaded"
+
+
 def test_the_first_cause_counts_and_what_comes_after_the_end_does_not():
     reader = AnswerReader()
     reader.feed(b'event: error\ndata: {"error": {"message": "died"}}\n\n', 1)

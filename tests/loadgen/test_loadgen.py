@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import io
 import json
@@ -29,6 +30,7 @@ from rich.console import Console
 import moestro.workload.run_records
 from moestro.cli import main
 from moestro.errors import ConfigError, MoestroError
+from moestro.loadgen.client import BenchClient
 from moestro.loadgen.drawing import save_plot
 from moestro.loadgen.runner import BenchOutcome, bench
 from moestro.loadgen.settings import (
@@ -293,6 +295,18 @@ def test_a_result_with_generated_sessions_says_so():
 def test_an_unreachable_endpoint_is_the_operators_to_put_right(where, words):
     with Endpoint(whole(), key="sesame") as endpoint, pytest.raises(ConfigError, match=words):
         run(endpoint, endpoint=EndpointSettings(**{"base_url": endpoint.url, "api_key": "sesame"} | where))
+
+
+def test_the_flag_of_the_model_is_that_of_the_command_and_a_length_may_be_text(monkeypatch):
+    async def find(model):
+        async with BenchClient(EndpointSettings(base_url=endpoint.url, model=model)) as client:
+            return await client.find_endpoint("--served-model")
+
+    monkeypatch.setattr("loadgen.endpoint.MAX_MODEL_LEN", "2048")
+    with Endpoint(whole()) as endpoint:
+        assert asyncio.run(find(None)).max_model_len == 2048
+        with pytest.raises(ConfigError, match="give one as --served-model"):
+            asyncio.run(find("other"))
 
 
 def test_a_server_without_models_is_refused():

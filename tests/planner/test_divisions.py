@@ -83,6 +83,22 @@ def test_titles_are_distinct_and_large_groups_have_few_ratios():
     assert all(each.num_groups * each.gpus_per_group == 64 for each in divisions)
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "per_machine", "sizes"),
+    [
+        (24, 8, {1, 2, 4, 8, 24}),
+        (18, 8, {1, 2, 3, 6, 18}),
+        (12, 6, {1, 2, 3, 6, 12}),
+        (9, 8, {1, 3}),
+        (6, 8, {1, 2, 3, 6}),
+    ],
+)
+def test_groups_have_room_on_the_machines(num_gpus, per_machine, sizes):
+    """Two groups of 12 GPUs would need four machines of 8, of which there are three; one of 9 is not halved."""
+    question = question_of("qwen3-30b-a3b", num_gpus=num_gpus, gpus_per_machine=per_machine)
+    assert {each.gpus_per_group for each in divisions_of(question)} == sizes
+
+
 def weights_of(config, division):
     """Bytes of weights on a GPU with attention, and on one with experts alone, counted product by product."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from moestro.planner.settings import (
     TrafficSettings,
 )
 from moestro.planner.systems import system_named
-from moestro.planner.timed_plan import TimedSearch, plan_over_time
+from moestro.planner.timed_plan import TimedSearch, plan_over_time, sentences
 from moestro.sim.results import ANSWERED, Results
 from moestro.workload.traces.request_record import Header, RecordedRequest
 
@@ -144,6 +145,11 @@ def test_a_network_is_divided_by_tensor_and_expert_parallelism(tmp_path, capsys)
         (["--for", "vllm", "--for-version", "0.1"], "Known: 0.32.0, 0.33.0"),
         (["--for-version", "0.1"], "commands of moestro are those of this version"),
         (["--num-gpus", "0"], "--num-gpus"),
+        (["--server-flags", '--name "x'], "--server-flags '--name \"x' is no list of flags: No closing quotation"),
+        (["--load-factor", "1e-300"], "a factor of 1e-300 on the rate is too low"),
+        (["--gpus-per-engine", "4"], "--gpus-per-engine 4: moestro serve has no tensor parallelism"),
+        (["--gpus-per-engine", "16", "--for", "vllm"], "--gpus-per-engine 16 is more than --num-gpus 8"),
+        (["--link-across", "string"], "no constants for link 'string'"),
     ],
 )
 def test_wrong_questions_are_refused_with_what_is_allowed(engine, flags, text, capsys):
@@ -214,6 +220,87 @@ def test_another_gpu_changes_the_steps_by_the_ratio_of_two_rooflines(engine):
     assert "--num-gpu-blocks-override" not in choice.commands(search.system, 1, search.settings)[0]
 
 
+def test_an_engine_of_several_gpus_is_compared_as_such(engine):
+    # On one GPU, the network would not fit at all.
+    several = {"gpu": "h200", "calibrated_gpu": "h100", "network": "qwen3-235b-a22b", "gpus_per_engine": 8}
+    vllm = ServingSettings(system="vllm", for_version="0.33.0")
+    search, choice = search_of(settings_of(engine, hardware=several, serving=vllm))
+    plain, same = search_of(settings_of(engine))
+    assert choice.engines.num_blocks > 900
+    assert search.figures(choice, 1).itl_ms < plain.figures(same, 1).itl_ms
+    assert "--tensor-parallel-size 8" in choice.commands(search.system, 1, search.settings)[0]
+
+
+def test_an_unknown_gpu_is_refused_and_no_reason_why_servers_do_not_fit():
+    settings = settings_of("mixtral-8x7b", find="figures", hardware={"gpu": "h300"})
+    with pytest.raises(ConfigError, match="no constants for GPU 'h300'"):
+        plan_of(settings)
+
+
+def test_limits_that_calibrate_did_not_identify_are_named_in_the_answer(engine):
+    table = json.loads((engine.parent / "engine.json").read_text())
+    names = [("max_num_seqs", "sequences of a step", None), ("block_size", "tokens of a KV block", 16)]
+    names += [("max_num_batched_tokens", "tokens of a step", None), ("max_requests", "requests at once", None)]
+    estimates = [{"name": name, "title": title, "value": value, "low": 4} for name, title, value in names]
+    (engine.parent / "engine.json").write_text(json.dumps(table | {"about": {"estimates": estimates}}))
+    (note,) = search_of(settings_of(engine))[1].notes
+    assert "a bound or an assumption: sequences of a step (8), tokens of a step (256). The commands" in note
+    (engine.parent / "engine.json").write_text(json.dumps(table | {"about": {"estimates": "none"}}))
+    assert not search_of(settings_of(engine))[1].notes
+
+
+def log_of(folder, rows):
+    """A log of (seconds, tokens of a prompt, of an answer)."""
+    path = folder / "log.jsonl"
+    lines = [{"timestamp": 1e3 * at, "input_length": prompt, "output_length": output} for at, prompt, output in rows]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_no_request_is_longer_than_the_longest_of_the_log(engine, tmp_path):
+    # The longest prompt and the longest answer belong to different requests, and together exceed the engine's 1,024.
+    settings = settings_of(engine, dataset_path=log_of(tmp_path, [(0, 900, 20), (1, 20, 900)]))
+    assert read_load(settings).longest == 920
+    plan = plan_of(settings)
+    assert plan.servers[0].figures.num_refused == 0
+    vllm = ServingSettings(system="vllm", for_version="0.33.0")
+    log, hardware = settings.traffic.dataset_path, {"gpu": "h200"}
+    network = settings_of("mixtral-8x7b", find="figures", dataset_path=log, hardware=hardware, serving=vllm)
+    assert "--max-model-len 920 " in plan_of(network).commands[0]
+
+
+@pytest.mark.parametrize("num_requests", [1, 30])
+def test_requests_that_arrive_at_one_time_have_no_rate_and_no_higher_load(engine, tmp_path, num_requests):
+    plan = plan_of(settings_of(engine, dataset_path=log_of(tmp_path, [(7, 100, 5)] * num_requests)))
+    plural = "s" if num_requests > 1 else ""
+    words = "all at one time, so they have no rate, and no load is higher"
+    assert plan.requests == f"{num_requests} request{plural}, log.jsonl: {words}"
+    assert plan.servers[0].load_held is None
+    assert not any("times this load" in each for each in sentences(plan))
+
+
+def test_objectives_that_no_load_holds_show_the_nearest_servers_and_that_more_do_not_help(engine, tmp_path):
+    log = log_of(tmp_path, [(second, 100, 5) for second in range(30)])
+    settings = settings_of(engine, num_gpus=2, dataset_path=log)
+    plan = plan_of(replace(settings, objectives=ObjectiveSettings(max_ttft=2500, max_itl=10)))
+    first, last = sentences(plan)
+    assert first.startswith("The objectives do not hold with 2 x engine of engine.toml: mean ITL is")
+    assert re.match(r"At 0.0156 times this load, mean ITL is .*: more of these servers do not help", last)
+    vllm = ServingSettings(system="vllm", for_version="0.33.0")
+    settings = settings_of("mixtral-8x7b", find="fewest-gpus", hardware={"gpu": "h200"}, serving=vllm, dataset_path=log)
+    plan = plan_of(replace(settings, objectives=ObjectiveSettings(max_ttft=2500, max_itl=0.1)))
+    itl = [each.figures.itl_ms for each in plan.servers]
+    assert itl == sorted(itl)
+
+
+def test_kinds_that_the_time_did_not_reach_are_named_where_others_miss_the_objectives():
+    settings = settings_of("mixtral-8x7b", find="figures", hardware={"gpu": "h200"})
+    settings = replace(settings, objectives=ObjectiveSettings(max_itl=0.1))
+    left = iter([1.0, *[0.0] * 100])
+    plan = plan_over_time(settings, lambda: next(left), lambda _: None)
+    assert sentences(plan)[-1].startswith("The time did not suffice for 2 GPUs, EP 2")
+
+
 def test_common_beginnings_of_a_trace_are_found_in_the_prefix_cache(engine):
     def hit_ratio():
         search, choice = search_of(settings_of(engine))
@@ -239,7 +326,7 @@ def test_a_record_of_a_server_is_a_load_with_its_times(engine, tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_bytes(b"\n".join(msgspec.json.encode(each) for each in (header, *requests)) + b"\n")
     load = read_load(settings_of(engine, dataset_path=path))
-    assert (len(load), load.duration_s, load.longest, load.block_size) == (30, 58.0, 132, 16)
+    assert (len(load), load.arrival_ns[-1], load.longest, load.block_size) == (30, 58 * NS_PER_S, 132, 16)
     figures = plan_of(settings_of(engine, dataset_path=path)).servers[0].figures
     assert figures.num_requests == 30
     engine.write_text(engine.read_text().replace("block_size = 16", "block_size = 32"))
@@ -300,4 +387,4 @@ def test_the_objective_that_is_missed_most_is_named_and_a_refusal_breaks_all():
     assert figures_of(results, replace(objectives, max_ttft_p99=None)).broken.endswith("--max-itl is 90")
     assert figures_of(results, ObjectiveSettings(max_itl=100)).broken is None
     results.refused(3, "queue_full", "full")
-    assert figures_of(results, ObjectiveSettings(max_itl=100)).broken == "1 requests are refused"
+    assert figures_of(results, ObjectiveSettings(max_itl=100)).broken == "1 of 40 requests are refused"

@@ -109,6 +109,18 @@ def test_a_server_on_two_machines_has_a_command_for_each():
     assert pairs(first)["--dist-init-addr"] == pairs(second)["--dist-init-addr"] == "machine1:13345"
 
 
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
+def test_one_engine_on_two_machines_has_their_ranks_and_no_data_parallelism(version):
+    wide = replace(LAUNCH, gpus_per_server=16, tensor_parallel_size=16)
+    first, second = system_named("vllm", version).commands(wide)
+    for number, line in enumerate((first, second)):
+        words = pairs(line)
+        assert (words["--nnodes"], words["--node-rank"], words["--master-addr"]) == ("2", str(number), "machine1")
+        assert not any(name.startswith("--data-parallel") for name in words)
+    assert "--headless" in pairs(second)
+    assert "--headless" not in pairs(first)
+
+
 def test_a_flag_that_a_version_lacks_is_refused_with_other_versions():
     old = FlagList("vllm", "0.0", frozenset({"--port"}), "a test")
     with pytest.raises(ConfigError, match=r"vllm 0.0 has no flag --max-num-seqs .*0.33.0"):

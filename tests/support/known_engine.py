@@ -37,6 +37,7 @@ class KnownConstants:
     num_blocks: int = 1200
     max_requests: int = 10_000
     caches: bool = True
+    prefills_first: bool = False  # as SGLang: chunks of prompts have steps of their own, before all decodes
     noise: float = 0.0
     faults: list[str] = field(default_factory=list)
     phase_s: float = 0.0  # on virtual time: every second phase has other work, and its steps take three times as long
@@ -91,6 +92,8 @@ class KnownEngine:
             units.append((sequence, min(sequence.gap, left)))
             left -= units[-1][1]
         units = [unit for unit in units if unit[1]]
+        if constants.prefills_first and any(num > 1 for _, num in units):
+            units = [unit for unit in units if unit[1] > 1]
         price = constants.price_ns([(sequence.num_computed, num) for sequence, num in units])
         return price * (1 + constants.noise * self.draw.gauss(0, 1)), units
 

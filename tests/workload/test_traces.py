@@ -208,6 +208,12 @@ def test_no_more_than_requested_is_read(write):
         ("t.jsonl", MOONCAKE.replace(": 7", ": 0"), "line 3: Expected `int` >= 1"),
         ("t.jsonl", MOONCAKE.replace(": 3000", ': "now"'), "line 1: expected a number as the time, got 'now'"),
         (
+            "t.jsonl",
+            MOONCAKE.replace(": 3000", ": 1764000000000000000"),
+            "line 1: the time 1764000000000000000 is too large: is it in a smaller unit",
+        ),
+        ("t.csv", AZURE.replace("2023-11-16 18:17:04", "9999-11-16 18:17:04"), "is too large"),
+        (
             "t.csv",
             AZURE.replace("2023-11-16 18:17:04.0", "today"),
             "line 3: expected a date and time such as .*, got 'today",

@@ -12,6 +12,8 @@ from moestro.planner.settings import (
     TrafficSettings,
 )
 
+_WIDTH = 160  # characters of a line that goes to no terminal
+
 
 @app.command
 def plan(
@@ -45,6 +47,8 @@ def plan(
         model=model, hardware=hardware, traffic=traffic, objectives=objectives, serving=serving, search=search
     )
     console = Console()
+    if not console.is_terminal:  # a file or a pipe has room for whole tables
+        console.width = max(console.width, _WIDTH)
     found = run_plan(settings, console)
     if found is None or search.out is None or not found[0].deployments:
         return

@@ -42,6 +42,11 @@ class EventReader:
     def __init__(self) -> None:
         self._rest = b""
 
+    @property
+    def rest(self) -> bytes:
+        """Bytes that are no complete event yet."""
+        return self._rest
+
     def feed(self, data: bytes) -> list[Event]:
         """Return the events that `data` completes.
 
@@ -182,7 +187,8 @@ class AnswerReader:
 
     def _missing(self) -> tuple[str, str] | None:
         if not self._num_events:
-            return "no_stream", "the answer is not an event stream"
+            words = error_words(self._events.rest)
+            return "no_stream", "the answer is not an event stream" + (f": {words}" if words else "")
         if self._finish_reason is None:
             return "no_finish_reason", "the stream ended without a finish reason"
         if self._finish_reason in _GIVEN_UP:
@@ -317,8 +323,11 @@ class BenchClient:
             reader.fail("connection", f"{type(error).__name__}: {error}")
         return reader.outcome()
 
-    async def find_endpoint(self) -> Endpoint:
+    async def find_endpoint(self, model_flag: str = "--model") -> Endpoint:
         """Find the model to measure: the named one, or the first that the server lists.
+
+        Args:
+            model_flag: flag that names the model, for the error.
 
         Raises:
             ConfigError: no server answers, the answer is no list of models, or the list lacks the model.
@@ -326,15 +335,24 @@ class BenchClient:
         cards = await self._models()
         model, names = self._settings.model, [card.id for card in cards]
         if not names or (model is not None and model not in names):
-            raise ConfigError(f"{self._settings.root} serves {', '.join(names) or 'no model'}: give one as --model")
+            raise ConfigError(
+                f"{self._settings.root} serves {', '.join(names) or 'no model'}: give one as {model_flag}"
+            )
         card = cards[0] if model is None else cards[names.index(model)]
         url = self._settings.root + _PATHS[self._settings.endpoint_type]
         return Endpoint(url, card.id, card.max_model_len, card.device.startswith("paced"), card.pace_dilation)
 
-    async def read(self, path: str) -> bytes | None:
-        """Return the body of a path of the server; None: it has none there, or does not answer."""
+    async def read(self, path: str, *, timeout_s: float | None = None) -> bytes | None:
+        """Return the body of a path of the server; None: it has none there, or does not answer.
+
+        Args:
+            timeout_s: seconds for the answer. None means those of the settings.
+        """
         try:
-            async with asyncio.timeout(self._settings.timeout), self._session.get(self._settings.root + path) as answer:
+            async with (
+                asyncio.timeout(timeout_s or self._settings.timeout),
+                self._session.get(self._settings.root + path) as answer,
+            ):
                 return await answer.read() if answer.status == 200 else None
         except (TimeoutError, aiohttp.ClientError, OSError):
             return None
@@ -353,7 +371,7 @@ class BenchClient:
             raise ConfigError(f"{url} needs a key: set MOESTRO_API_KEY, or give --api-key")
         try:
             if response.status == 200:
-                return msgspec.json.decode(body, type=_Cards).data
+                return msgspec.json.decode(body, type=_Cards, strict=False).data
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             pass
         text = f"{url} answers {response.status} and no list of models ({error_words(body)}): check --base-url"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,9 +14,9 @@ from numpy.typing import NDArray
 from moestro.core.clock import NS_PER_MS, NS_PER_S
 from moestro.cost.gpus import gpu_named, kv_blocks, worker_kv_blocks
 from moestro.cost.settings import link_within, read_network
-from moestro.cost.tables import load_table
+from moestro.cost.tables import Table, load_table
 from moestro.errors import ConfigError
-from moestro.planner.settings import ObjectiveSettings, PlanSettings
+from moestro.planner.settings import HardwareSettings, ObjectiveSettings, PlanSettings
 from moestro.planner.systems import RunLimits, ServedSystem, ServerLaunch, memory_share, own_servers
 from moestro.sim.cluster import AtTimes, Workload
 from moestro.sim.groups.group_setup import network_of
@@ -43,7 +42,7 @@ class DayLoad:
         source: short description.
         arrival_ns: arrivals, int64[n], ascending from 0.
         num_prompt_tokens, num_output_tokens: tokens of each request, int64[n].
-        longest: most tokens of prompt and requested answer.
+        longest: most tokens of a request, prompt and answer; of a record, prompt and requested answer.
         workload: makes the requests in a form.
         block_size: tokens of a block in the file, where engines must have the same. None means any.
         is_generated: whether the arrivals were drawn.
@@ -64,14 +63,20 @@ class DayLoad:
         return len(self.arrival_ns)
 
     @property
-    def duration_s(self) -> float:
-        """Seconds from the first to the last arrival, at least a nanosecond."""
-        return max(int(self.arrival_ns[-1]), 1) / NS_PER_S
+    def is_at_once(self) -> bool:
+        """Whether all requests arrive at one time, so that they have no rate."""
+        return not self.arrival_ns[-1]
 
     @property
-    def tokens_per_s(self) -> float:
-        """Output tokens a second that are requested, in the mean."""
-        return float(self.num_output_tokens.sum()) / self.duration_s
+    def words(self) -> str:
+        """The requests with their rate, in words."""
+        number, seconds = f"{_counted(len(self))}, {self.source}", self.arrival_ns[-1] / NS_PER_S
+        if self.is_at_once:
+            return f"{number}: all at one time, so they have no rate, and no load is higher"
+        return (
+            f"{number}: {len(self) / seconds:,.3g} a second and {self.num_output_tokens.sum() / seconds:,.4g} tokens of"
+            f" answers a second, in the mean of {seconds:,.3g} s"
+        )
 
     def arrivals(self, factor: float) -> AtTimes:
         """Return the arrivals at a multiple of the rate: the same requests in the same order, closer together."""
@@ -122,7 +127,7 @@ def _of_rows(rows: Rows, source: str, settings: PlanSettings) -> DayLoad:
         arrival_ns=faster(times, settings.traffic.load_factor),
         num_prompt_tokens=rows.num_prompt_tokens,
         num_output_tokens=rows.num_output_tokens,
-        longest=int(rows.num_prompt_tokens.max() + rows.num_output_tokens.max()),
+        longest=int((rows.num_prompt_tokens + rows.num_output_tokens).max()),
         workload=partial(RequestMaker, rows),
         is_generated=rows.is_generated or rows.timestamp_ns is None,
         notes=tuple(notes),
@@ -168,7 +173,7 @@ class WindowFigures(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def words(self) -> str:
         """When it is, in words."""
-        return f"from {_clock(self.start_s)} to {_clock(self.end_s)} ({self.num_requests:,} requests)"
+        return f"from {_clock(self.start_s)} to {_clock(self.end_s)} ({_counted(self.num_requests)})"
 
 
 class DayFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,6 +187,7 @@ class DayFigures(msgspec.Struct, frozen=True, kw_only=True):
         tokens_per_s: output tokens a second, from the first arrival to the last token.
         hit_ratio: share of prompt tokens from the prefix cache.
         busiest: window with the highest mean TTFT.
+        excess: largest latency as a multiple of its objective; above 1, one is missed. None: requests are refused.
         broken: the objective that the run misses by the largest factor, in a sentence; None: it holds all.
     """
 
@@ -193,6 +199,7 @@ class DayFigures(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     hit_ratio: float
     busiest: WindowFigures
+    excess: float | None
     broken: str | None
 
 
@@ -221,6 +228,7 @@ def figures_of(results: Results, objectives: ObjectiveSettings) -> DayFigures:
         for rows in windows_of(arrival_ns, round(objectives.window * NS_PER_S))
     ]
     ttft_p99_ms, num_refused = float(np.percentile(ttft_ms, 99)), len(results) - len(answered)
+    excess, missed = _excess(windows, ttft_p99_ms, objectives)
     return DayFigures(
         num_requests=len(results),
         num_refused=num_refused,
@@ -230,7 +238,8 @@ def figures_of(results: Results, objectives: ObjectiveSettings) -> DayFigures:
         tokens_per_s=float(results.num_tokens[answered].sum() / max(int(last_ns.max() - arrival_ns[0]), 1) * NS_PER_S),
         hit_ratio=float(results.num_hit_tokens[answered].sum() / results.num_prompt_tokens[answered].sum()),
         busiest=max(windows, key=lambda each: each.ttft_ms),
-        broken=_broken(windows, ttft_p99_ms, num_refused, objectives),
+        excess=None if num_refused else excess,
+        broken=f"{num_refused:,} of {len(results):,} requests are refused" if num_refused else missed,
     )
 
 
@@ -253,12 +262,10 @@ def windows_of(arrival_ns: NDArray[np.int64], window_ns: int) -> list[slice]:
     return found
 
 
-def _broken(
-    windows: list[WindowFigures], ttft_p99_ms: float, num_refused: int, objectives: ObjectiveSettings
-) -> str | None:
-    """Return the objective that is missed by the largest factor, in a sentence."""
-    if num_refused:
-        return f"{num_refused:,} requests are refused"
+def _excess(
+    windows: list[WindowFigures], ttft_p99_ms: float, objectives: ObjectiveSettings
+) -> tuple[float, str | None]:
+    """Return the largest latency as a multiple of its objective, and, if it is missed, that objective in a sentence."""
     itl, ttft = max(windows, key=lambda each: each.itl_ms), max(windows, key=lambda each: each.ttft_ms)
     found = [
         (itl.itl_ms, objectives.max_itl,
@@ -267,12 +274,14 @@ def _broken(
          f"mean TTFT is {ttft.ttft_ms:,.0f} ms for requests that arrive {ttft.words}", "ttft"),
         (ttft_p99_ms, objectives.max_ttft_p99, f"P99 of TTFT is {ttft_p99_ms:,.0f} ms", "ttft-p99"),
     ]  # fmt: skip
-    missed = [
-        (value / most, f"{text}: --max-{flag} is {most:g}")
-        for value, most, text, flag in found
-        if most is not None and value > most
-    ]
-    return max(missed)[1] if missed else None
+    excess, sentence = max(
+        (value / most, f"{text}: --max-{flag} is {most:g}") for value, most, text, flag in found if most is not None
+    )
+    return excess, sentence if excess > 1 else None
+
+
+def _counted(number: int) -> str:
+    return f"{number:,} request{'s' if number != 1 else ''}"
 
 
 def _clock(seconds: float) -> str:
@@ -290,6 +299,7 @@ class ServerChoice:
         engines: its engines as the simulator has them, `count` of 1.
         launch: its command.
         is_from_sizes: whether it is computed from a network's sizes; otherwise it was measured.
+        notes: what limits its figures, in sentences.
     """
 
     title: str
@@ -297,6 +307,7 @@ class ServerChoice:
     engines: SimEngineSettings
     launch: ServerLaunch
     is_from_sizes: bool = True
+    notes: tuple[str, ...] = ()
 
     def commands(self, system: ServedSystem, num_servers: int, settings: PlanSettings) -> list[str]:
         """Return the lines that start `num_servers` servers and a router.
@@ -323,8 +334,9 @@ def choices_of(
         ConfigError: a name is unknown, or the engine file cannot be read.
     """
     if settings.is_calibrated:
-        return [_calibrated(settings, load)], {}
+        return [_calibrated(settings, system, load)], {}
     network = read_network(settings.model)
+    gpu_named(settings.hardware.gpu)  # an unknown one is no reason why a server does not fit
     num_experts = network.experts.num_experts if network.experts else 0
     most = min(settings.hardware.num_gpus, settings.hardware.gpus_per_machine)
     sizes = [2**power for power in range(most.bit_length())]
@@ -337,6 +349,9 @@ def choices_of(
             if system.why_not("ep" if is_spread else "fused", tensor_parallel) is not None:
                 continue
             title = title_of(tensor_parallel, num_ranks)
+            if settings.hardware.num_gpus > most and settings.hardware.gpus_per_machine % (num_ranks * tensor_parallel):
+                misfits[title] = f"machines of {settings.hardware.gpus_per_machine} GPUs are not whole numbers of it"
+                continue
             try:
                 found.append(_of_sizes(settings, system, load, (tensor_parallel, num_ranks)))
             except ConfigError as error:
@@ -391,7 +406,7 @@ def _of_sizes(settings: PlanSettings, system: ServedSystem, load: DayLoad, sizes
         kv_cache_bytes=num_tokens * network_of(engines).kv_bytes_per_token if is_own else None,
         memory_share=None if is_own else memory_share(system, gpu_named(hardware.gpu), hardware.gpu_memory_utilization),
         num_redundant_experts=num_redundant,
-        further=tuple(shlex.split(settings.serving.server_flags)),
+        further=settings.serving.further,
     )
     return ServerChoice(title_of(tensor_parallel, num_ranks), num_gpus, engines, launch)
 
@@ -414,9 +429,10 @@ def _num_blocks(engines: SimEngineSettings, num_redundant: int) -> int:
     )
 
 
-def _calibrated(settings: PlanSettings, load: DayLoad) -> ServerChoice:
+def _calibrated(settings: PlanSettings, system: ServedSystem, load: DayLoad) -> ServerChoice:
     """Return the engine of an engine file, on the GPU where it was calibrated or on another one."""
     path, hardware = Path(settings.model).expanduser(), settings.hardware
+    _check_gpus(hardware, system)
     try:
         engines = msgspec.convert(read_engines(path, "MODEL"), SimEngineSettings)
     except msgspec.ValidationError as error:
@@ -430,28 +446,16 @@ def _calibrated(settings: PlanSettings, load: DayLoad) -> ServerChoice:
             f" {engines.block_size}"
         )
     num_blocks = engines.num_blocks
-    is_other = hardware.calibrated_gpu is not None and hardware.calibrated_gpu != hardware.gpu
-    if is_other:
-        assert hardware.network is not None, "checked by the settings"
-        assert hardware.calibrated_gpu is not None, "checked above"
-        network = read_network(hardware.network)
-        there, here = (
-            kv_blocks(
-                network, gpu_named(name), engines.block_size, gpu_memory_utilization=hardware.gpu_memory_utilization
-            )
-            for name in (hardware.gpu, hardware.calibrated_gpu)
-        )
-        engines = replace(
-            engines, gpu=hardware.gpu, network=hardware.network, table_gpu=hardware.calibrated_gpu,
-            num_blocks=max(num_blocks * there // here, 1),
-        )  # fmt: skip
+    is_other = hardware.is_other_gpu
+    engines = _on_other_gpu(engines, num_blocks, hardware) if is_other else engines
     longest = engines.max_model_len or num_blocks * engines.block_size
     if load.longest > longest:
         raise ConfigError(
             f"{path}: the engine takes requests of {longest:,} tokens, and the longest needs {load.longest:,}"
         )
+    measured = load_table(Path(table))
     launch = ServerLaunch(
-        model=settings.serving.serve_model or load_table(Path(table)).model,
+        model=settings.serving.serve_model or measured.model,
         gpus_per_server=hardware.gpus_per_engine,
         gpus_per_machine=hardware.gpus_per_machine,
         tensor_parallel_size=hardware.gpus_per_engine,
@@ -460,7 +464,70 @@ def _calibrated(settings: PlanSettings, load: DayLoad) -> ServerChoice:
         block_size=engines.block_size,
         num_blocks=None if is_other else num_blocks,
         caches_prefixes=engines.enable_prefix_caching,
-        further=tuple(shlex.split(settings.serving.server_flags)),
+        further=settings.serving.further,
     )
     title, engines = f"engine of {path.name}", replace(engines, count=1)
-    return ServerChoice(title, hardware.gpus_per_engine, engines, launch, is_from_sizes=False)
+    notes = _unknown_limits(measured, engines)
+    return ServerChoice(title, hardware.gpus_per_engine, engines, launch, is_from_sizes=False, notes=notes)
+
+
+def _check_gpus(hardware: HardwareSettings, system: ServedSystem) -> None:
+    """Refuse engines that the server cannot run, or that have more GPUs than there are."""
+    if why_not := system.why_not("fused", hardware.gpus_per_engine):
+        raise ConfigError(f"--gpus-per-engine {hardware.gpus_per_engine}: {why_not}; give --for vllm or sglang")
+    if hardware.gpus_per_engine > hardware.num_gpus:
+        raise ConfigError(
+            f"--gpus-per-engine {hardware.gpus_per_engine} is more than --num-gpus {hardware.num_gpus}: not one engine"
+            " can be started"
+        )
+
+
+def _on_other_gpu(engines: SimEngineSettings, num_blocks: int, hardware: HardwareSettings) -> SimEngineSettings:
+    """Return a calibrated engine of equally many GPUs of another kind: the KV cache grows with what is left."""
+    assert hardware.network is not None, "checked by the settings"
+    assert hardware.calibrated_gpu is not None, "checked by the caller"
+    engines = replace(
+        engines, gpu=hardware.gpu, network=hardware.network, table_gpu=hardware.calibrated_gpu,
+        tensor_parallel_size=hardware.gpus_per_engine, link_within=hardware.link_within,
+    )  # fmt: skip
+    there, here = (
+        kv_blocks(
+            network_of(engines),
+            gpu_named(name),
+            engines.block_size,
+            gpu_memory_utilization=hardware.gpu_memory_utilization,
+        )
+        for name in (hardware.gpu, hardware.calibrated_gpu)
+    )
+    return replace(engines, num_blocks=max(num_blocks * there // here, 1))
+
+
+class _ProbedLimit(msgspec.Struct):
+    """The part of an estimate of `moestro calibrate --server` that says whether it was identified."""
+
+    name: str
+    title: str
+    value: float | None = None
+
+
+class _ProbedLimits(msgspec.Struct):
+    estimates: list[_ProbedLimit] = []
+
+
+def _unknown_limits(table: Table, engines: SimEngineSettings) -> tuple[str, ...]:
+    """Note the limits for which an engine file has a bound or an assumption, because no probe determined them."""
+    used = {
+        "max_num_seqs": engines.max_num_seqs,
+        "max_num_batched_tokens": engines.max_num_batched_tokens,
+        "num_kv_tokens": (engines.num_blocks or 0) * engines.block_size,
+        "block_size": engines.block_size,
+    }
+    try:
+        probed = msgspec.convert(table.about, _ProbedLimits).estimates
+    except msgspec.ValidationError:
+        return ()
+    unknown = [f"{each.title} ({used[each.name]:,})" for each in probed if each.name in used and each.value is None]
+    if not unknown:
+        return ()
+    words = f"so the engine file has a bound or an assumption: {', '.join(unknown)}. The commands set these limits"
+    return (f"Not identified by moestro calibrate, {words}, and a server with others gives other figures.",)

@@ -20,6 +20,7 @@ from moestro.cost.roofline import VLLM_HOST, Roofline, RooflineSettings
 from moestro.engine.settings import SchedulerLimits, SchedulerSettings
 from moestro.errors import ConfigError
 from moestro.planner.question import PlanQuestion
+from moestro.planner.settings import HardwareSettings
 from moestro.sim.cluster import AtTimes
 from moestro.sim.groups.group import OneRank
 from moestro.sim.results import Results
@@ -84,15 +85,24 @@ class GpuDivision:
 
 
 def divisions_of(question: PlanQuestion) -> list[GpuDivision]:
-    """List all deployments to try, whether they fit or not."""
+    """List all deployments to try, whether their weights fit or not."""
     hardware, search = question.settings.hardware, question.settings.search
     found = [
         division
         for size in range(1, hardware.num_gpus + 1)
-        if hardware.num_gpus % size == 0
+        if hardware.num_gpus % size == 0 and _fits_machines(hardware, size)
         for division in _of_groups(question, size)
     ]
     return [division for division in found if why_not_served(question, division) is None or not search.served_only]
+
+
+def _fits_machines(hardware: HardwareSettings, size: int) -> bool:
+    """Whether groups of `size` GPUs have room on the machines, each with equally many GPUs on as few as it needs."""
+    per_machine, num_groups = hardware.gpus_per_machine, hardware.num_gpus // size
+    num_machines, each = math.ceil(hardware.num_gpus / per_machine), math.ceil(size / per_machine)
+    if each > 1:
+        return size % each == 0 and num_groups * each <= num_machines
+    return num_machines == 1 or math.ceil(num_groups / (per_machine // size)) <= num_machines
 
 
 def why_not_served(question: PlanQuestion, division: GpuDivision) -> str | None:

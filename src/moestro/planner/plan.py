@@ -6,7 +6,6 @@ Estimates order and cut the deployments. Simulations of the rest find the best w
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
@@ -272,7 +271,7 @@ def launch_of(fitting: FittingDivision, num_requests: int) -> ServerLaunch:
         num_expert_workers=division.num_expert_workers,
         limits=limits,
         max_model_len=min(question.lengths.longest_requested, fitting.memory.kv_tokens),
-        further=tuple(shlex.split(serving.server_flags)),
+        further=serving.further,
     )
     if question.system.name == "moestro":
         kv_bytes = fitting.memory.num_blocks * block_size * question.network.kv_bytes_per_token

@@ -5,6 +5,7 @@ Lengths and objectives have the names of NVIDIA's planners (`isl`, `osl`, `ttft`
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,7 +13,7 @@ from typing import Annotated, Literal
 from cyclopts import Group, Parameter
 
 from moestro.core.setting_checks import CheckedSettings, above, at_least
-from moestro.cost.gpus import GPUS
+from moestro.cost.gpus import GPUS, gpu_named
 from moestro.cost.links import LINKS
 from moestro.cost.networks import known_name
 from moestro.errors import ConfigError
@@ -67,6 +68,15 @@ class HardwareSettings(CheckedSettings):
     "Share of a GPU's memory for weights, workspace and KV cache."
     max_kv_offloading_size: Annotated[float | None, above(0), _HARDWARE] = None
     "Most GiB of host memory of each engine: says how much of it pays for --dataset-path. Unset: no answer."
+
+    @property
+    def is_other_gpu(self) -> bool:
+        """Whether an engine file was calibrated on another GPU.
+
+        Raises:
+            ConfigError: one of them is unknown.
+        """
+        return self.calibrated_gpu is not None and gpu_named(self.calibrated_gpu) is not gpu_named(self.gpu)
 
 
 @Parameter(name="*")
@@ -124,6 +134,18 @@ class ServingSettings(CheckedSettings):
     server_flags: Annotated[str, Parameter(help=_FURTHER, allow_leading_hyphen=True), _SERVERS] = ""
     redundant_experts: Annotated[int, at_least(0), _SERVERS] = 0
     "Further copies of experts in each layer where experts are spread (EPLB); with --find fewest-gpus or figures."
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            shlex.split(self.server_flags)
+        except ValueError as error:
+            raise ConfigError(f"--server-flags {self.server_flags!r} is no list of flags: {error}") from None
+
+    @property
+    def further(self) -> tuple[str, ...]:
+        """The words of --server-flags."""
+        return tuple(shlex.split(self.server_flags))
 
 
 @Parameter(name="*")

@@ -438,6 +438,12 @@ def _vllm(launch: ServerLaunch, flags: FlagList | None, hosts: Sequence[str]) ->
     ]  # fmt: skip
     if len(hosts) == 1:
         return [command]
+    if launch.mode == "fused":  # one engine, whose GPUs are on several machines
+        joined = ["--nnodes", str(len(hosts)), "--master-addr", hosts[0]]
+        return [
+            [*command, *joined, "--node-rank", str(number), *(["--headless"] if number else [])]
+            for number in range(len(hosts))
+        ]
     local = launch.num_ranks // len(hosts)
     joined = ["--data-parallel-size-local", str(local), "--data-parallel-address", hosts[0],
               "--data-parallel-rpc-port", str(_RENDEZVOUS_PORT)]  # fmt: skip

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from moestro import __version__
 from moestro.cost.gpus import WORKSPACE_BYTES
+from moestro.cost.links import link_named
 from moestro.cost.roofline import VLLM_HOST
 from moestro.planner.day import DayFigures, DayLoad, ServerChoice, choices_of, figures_of, read_load
 from moestro.planner.settings import PlanSettings, unnamed_notes
@@ -86,16 +87,17 @@ class TimedSearch:
         """Return what was found of each kind of server, the best first.
 
         The best needs the fewest GPUs, and of those with equally many it holds the highest load. Where the number of
-        GPUs is given, it is the one that holds the highest load.
+        GPUs is given, it is the one that holds the highest load. Where none holds the objectives, it is the nearest.
         """
         is_fewest = self.settings.finds == "fewest-gpus"
         found, least = [], self.settings.hardware.num_gpus
         for choice in sorted(choices, key=lambda each: each.num_gpus):
             found.append(self._fewest(choice, least) if is_fewest else self._all_gpus(choice))
             least = min(least, found[-1].num_gpus) if found[-1].holds else least
-        for each in found:
-            if each.figures is not None and (not is_fewest or (each.holds and each.num_gpus == least)):
-                self._find_limit(each)
+        simulated = [each for each in found if each.figures is not None]
+        best = [each for each in simulated if not is_fewest or (each.holds and each.num_gpus == least)]
+        for each in () if self.load.is_at_once else best or sorted(simulated, key=_excess)[:1]:
+            self._find_limit(each)
         return sorted(
             found,
             key=lambda each: (
@@ -103,6 +105,7 @@ class TimedSearch:
                 each.figures is None,
                 each.num_gpus if is_fewest and each.holds else 0,
                 -(each.load_held or 0),
+                _excess(each),
             ),
         )
 
@@ -120,7 +123,11 @@ class TimedSearch:
 
     def _simulate(self, choice: ServerChoice, num_servers: int, factor: float) -> DayFigures:
         engines = replace(choice.engines, count=num_servers)
-        form = RequestForm(block_size=engines.block_size, names_blocks=engines.enable_prefix_caching)
+        form = RequestForm(
+            block_size=engines.block_size,
+            names_blocks=engines.enable_prefix_caching,
+            max_total_tokens=engines.max_model_len,
+        )
         if choice.title not in self._prices:
             self._prices[choice.title] = make_prices(engines)
         if form not in self._workloads:
@@ -183,6 +190,10 @@ class TimedSearch:
         found.load_held, found.load_broken = held, broken
         if broken is not None:
             found.broken_by = self.figures(found.choice, found.num_servers, broken).broken
+
+
+def _excess(found: ChoiceFindings) -> float:
+    return math.inf if found.figures is None or found.figures.excess is None else found.figures.excess
 
 
 def _next_factor(held: float | None, broken: float | None) -> float | None:
@@ -263,6 +274,7 @@ def plan_over_time(
         ConfigError: a name is unknown, a file cannot be read, or the server's version lacks a flag.
     """
     system = system_named(settings.serving.system, settings.serving.for_version)
+    link_named(settings.hardware.link_across)
     load = read_load(settings)
     choices, misfits = choices_of(settings, system, load)
     search = TimedSearch(settings, system, load, seconds_left, on_step)
@@ -272,14 +284,13 @@ def plan_over_time(
         settings=msgspec.to_builtins(settings, enc_hook=str),
         system=system.name,
         system_version=__version__ if system.flags is None else system.flags.version,
-        requests=(
-            f"{len(load):,} requests, {load.source}: {len(load) / load.duration_s:.3g} a second and"
-            f" {load.tokens_per_s:,.0f} tokens of answers a second, in the mean of {load.duration_s:,.0f} s"
-        ),
+        requests=load.words,
         servers=[_planned(each) for each in found],
         commands=[] if best is None else best.choice.commands(system, best.num_servers, settings),
         misfits=misfits,
-        assumptions=_assumptions(settings, system, load, search.notes()),
+        assumptions=_assumptions(
+            settings, system, load, [*(note for each in choices for note in each.notes), *search.notes()]
+        ),
     )
 
 
@@ -307,7 +318,7 @@ def _assumptions(settings: PlanSettings, system: ServedSystem, load: DayLoad, no
     ]
     if settings.is_calibrated:
         lines.append(f"Steps, KV cache and limits are those that moestro calibrate found ({settings.model}).")
-        if hardware.calibrated_gpu not in (None, hardware.gpu):
+        if hardware.is_other_gpu:
             lines.append(
                 f"On {hardware.gpu}, a step takes as much longer or shorter than on {hardware.calibrated_gpu} as the"
                 f" rooflines of {hardware.network} say, and the KV cache grows with what is left beside the weights."
@@ -365,26 +376,32 @@ def sentences(plan: TimedPlan) -> list[str]:
     if best.figures is None:
         return ["The time did not suffice for a single run: raise --time"]
     number = f"{best.num_servers} x {best.title}"
-    if not best.holds:
-        found = [f"The objectives do not hold with {number}: {best.figures.broken}"]
-        if best.load_held is not None:
-            found.append(f"{best.load_held:.3g} times this load would hold")
-        return found
-    figures, busiest = best.figures, best.figures.busiest
+    found = _answer(best, best.figures, number) if best.holds else _miss(best, best.figures, number)
+    late = [each.title for each in plan.servers if each.figures is None and not each.is_larger]
+    return [*found, f"The time did not suffice for {', '.join(late)}: raise --time"] if late else found
+
+
+def _miss(best: PlannedServers, figures: DayFigures, number: str) -> list[str]:
+    found = [f"The objectives do not hold with {number}: {figures.broken}"]
+    if best.load_held is not None:
+        found.append(f"{best.load_held:.3g} times this load would hold")
+    elif best.load_broken is not None and best.load_broken <= 1 / _MOST_FACTOR:
+        found.append(f"At {best.load_broken:.3g} times this load, {best.broken_by}: more of these servers do not help")
+    return found
+
+
+def _answer(best: PlannedServers, figures: DayFigures, number: str) -> list[str]:
+    busiest = figures.busiest
     found = [
         f"{number}: TTFT {figures.ttft_ms:,.0f} ms (P99 {figures.ttft_p99_ms:,.0f}), ITL {figures.itl_ms:,.1f} ms",
         f"Longest mean TTFT: {busiest.ttft_ms:,.0f} ms, of requests that arrive {busiest.words}",
     ]
+    if best.load_held is None:
+        return found
+    held = f"It holds {best.load_held:.3g} times this load"
     if best.load_broken is None:
-        found.append(f"It holds {best.load_held or 1:.3g} times this load; the load that breaks it was not found")
-    else:
-        found.append(
-            f"It holds {best.load_held:.3g} times this load. At {best.load_broken:.3g} times, {best.broken_by}"
-        )
-    late = [each.title for each in plan.servers if each.figures is None and not each.is_larger]
-    if late:
-        found.append(f"The time did not suffice for {', '.join(late)}: raise --time")
-    return found
+        return [*found, f"{held}; the load that breaks it was not found"]
+    return [*found, f"{held}. At {best.load_broken:.3g} times, {best.broken_by}"]
 
 
 def _table(servers: Sequence[PlannedServers]) -> Table:

@@ -339,7 +339,7 @@ class SimEngineSettings(SchedulerLimits, CacheSettings):
             raise ConfigError(
                 f"[engines] table_gpu = {self.table_gpu!r} says where a table was measured: give table too"
             )
-        if self.tensor_parallel_size > 1 and (self.table or self.engine):
+        if self.tensor_parallel_size > 1 and (self.engine or (self.table and self.table_gpu is None)):
             what = "a table" if self.table else f"engine {self.engine!r}"
             raise ConfigError(
                 f"[engines] {what} prices its engine as it is: drop tensor_parallel_size = {self.tensor_parallel_size}"

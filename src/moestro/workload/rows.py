@@ -236,6 +236,8 @@ class RequestForm:
         hash_key: key of block names, from `core.hashing.hash_key`; empty means the all-zero key.
         max_tokens: limit that every client requests; a longer answer ends there. None means the longest answer of the
             rows: one number for all requests, so that it tells a policy nothing about a single answer.
+        max_total_tokens: most tokens of a prompt and its requested answer together; a client requests no more than
+            what its prompt leaves. None means no limit.
         names_blocks: whether blocks get names. Without names (prefix caching off) no block is ever found again.
         name: prefix of the request ids; the row's number follows.
     """
@@ -243,6 +245,7 @@ class RequestForm:
     block_size: int
     hash_key: bytes = b""
     max_tokens: int | None = None
+    max_total_tokens: int | None = None
     names_blocks: bool = True
     name: str = "row"
 
@@ -278,7 +281,8 @@ class RequestMaker:
         self.rows = rows
         self.form = form
         cap = int(rows.num_output_tokens.max()) if form.max_tokens is None else form.max_tokens
-        self._sampling = SamplingParams(max_tokens=cap)
+        self._cap, self._total = cap, form.max_total_tokens
+        self._sampling = {cap: SamplingParams(max_tokens=cap)}
         self._named: dict[int, bytes] = {}  # names of rows that will be made next
         self._last_named = -1
 
@@ -287,8 +291,8 @@ class RequestMaker:
 
     @property
     def max_tokens(self) -> int:
-        """Limit that every client requests."""
-        return self._sampling.max_tokens
+        """Limit that every client requests, or the most of them, where what prompts leave differs."""
+        return self._cap
 
     def timed(self, offsets_ns: NDArray[np.int64]) -> Iterator[tuple[Request, Script]]:
         """Yield all rows in order, row i arriving at `offsets_ns[i]`; each is built when its turn comes."""
@@ -303,7 +307,7 @@ class RequestMaker:
         request = Request(
             request_id=f"{self.form.name}-{index}",
             num_prompt_tokens=num_prompt,
-            sampling=self._sampling,
+            sampling=self._sampling_of(num_prompt),
             arrival_ns=arrival_ns,
             block_hashes=names[:num_bytes],
             hash_key=self.form.hash_key,
@@ -313,6 +317,13 @@ class RequestMaker:
         )
         domain = 0 if rows.domain is None else int(rows.domain[index])
         return request, Script(num_output, names[num_bytes:], request_key(index, domain))
+
+    def _sampling_of(self, num_prompt_tokens: int) -> SamplingParams:
+        limit = self._cap if self._total is None else max(min(self._cap, self._total - num_prompt_tokens), 1)
+        found = self._sampling.get(limit)
+        if found is None:
+            found = self._sampling[limit] = SamplingParams(max_tokens=limit)
+        return found
 
     def _names(self, index: int, num_prompt_tokens: int) -> tuple[bytes, int]:
         """Packed names of the prompt's and then the answer's blocks, and how many bytes belong to the prompt."""

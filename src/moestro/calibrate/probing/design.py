@@ -42,6 +42,7 @@ from moestro.calibrate.probing.probes import (
 )
 from moestro.errors import MoestroError
 
+_LEAST_MODEL_LEN = 64  # tokens of a sequence
 SHORT = 8  # tokens of a prompt that hardly costs anything
 _FIRST_ANSWER, _MOST_ANSWER = 24, 512  # tokens of answers whose steps are counted
 _BACKGROUND = 6  # tokens of an answer before a prompt is sent beside it
@@ -51,8 +52,10 @@ _LONGEST_PROBE = 0.02  # of the time, for one probe
 _LONGEST_BATCH = 0.06  # of the time, after which no more requests are sent at once
 _SHARED = (67, 111, 158, 205, 331, 413, 520)  # tokens that two prompts have in common
 _NUM_CHECKS = 8
+_CHECKED_TOKENS = 128  # of a prompt of a checked batch, exclusive
 _CROWDED = 0.8  # of the KV cache, from which it may be what lets sequences wait
 _SURELY_WHOLE = 257  # tokens of a prompt that may be divided, where the token budget is unknown
+_BY_CHANCE = 2  # tokens behind a common prefix that may be equal
 _MISS = 0.5  # of a prompt's usual time, from which its prefix was computed again
 
 
@@ -129,12 +132,14 @@ class Together:
         rows: requests that decoded before the first one ended.
         num_tokens: tokens that all requests would have at their ends.
         time: mean step, where all of them decoded together for a while.
+        may_limit_rate: whether some were refused with 429, which also says that requests come too often.
     """
 
     accepted: int
     rows: int
     num_tokens: int = 0
     time: DecodeTime | None = None
+    may_limit_rate: bool = False
 
 
 Answered = Generator[ServerProbe, ProbeAnswer, ProbeAnswer]
@@ -151,12 +156,19 @@ class ProbeDesign:
 
     Attributes:
         observed: what it has observed.
+
+    Raises:
+        MoestroError: the server's sequences are too short.
     """
 
     def __init__(self, server: ProbedServer, limits: ProbeLimits, num_reserved: int, seed: int) -> None:
         self.observed = Observed()
         self._limits = limits
         longest = limits.max_prompt_tokens
+        if server.max_model_len and server.max_model_len < _LEAST_MODEL_LEN:
+            raise MoestroError(
+                f"the server takes sequences of {server.max_model_len} tokens, and probes need {_LEAST_MODEL_LEN}"
+            )
         self._longest = min(longest, (server.max_model_len or longest) - num_reserved)
         self._honesty = Honesty(server, limits, self.observed.notes)
         self._rng, self._keys = np.random.default_rng(seed), PromptKeys()
@@ -223,8 +235,12 @@ class IdleDesign(ProbeDesign):
         while True:
             found = yield from self._decode(rows, SHORT)
             if found.accepted < rows:
+                why = f"the server accepts no more than {found.accepted} requests at once"
                 seen.max_requests = Bounds(found.accepted, found.accepted)
-                seen.max_rows.why = f"the server accepts no more than {found.accepted} requests at once"
+                if found.may_limit_rate:
+                    why = f"{rows - found.accepted} of {rows} requests at once got 429, which may limit their rate"
+                    seen.max_requests = Bounds(found.accepted, why=why)
+                seen.max_rows.why = why
                 yield from self._send("after refusals", self._alone(SHORT))  # refused too: the rate is limited
                 break
             if found.rows < rows:  # longer answers did not change it: the others wait
@@ -256,7 +272,8 @@ class IdleDesign(ProbeDesign):
             accepted = sum(each.failure is None for each in answer.requests)
             together = num_together(answer)
             if accepted < rows:
-                return Together(accepted=accepted, rows=together)
+                is_429 = any(each.failure == "http_429" for each in answer.requests)
+                return Together(accepted=accepted, rows=together, may_limit_rate=is_429)
             time = decode_time(answer) if together == rows else None
             if time is not None or length >= self._most_answer or self._was_long() or 0 < together == before < rows:
                 return Together(accepted=accepted, rows=together, num_tokens=rows * (num_tokens + length), time=time)
@@ -291,7 +308,10 @@ class IdleDesign(ProbeDesign):
         budget, longest = self.observed.budget, self._lengths[-1]
         found = yield from self._count_chunks(longest)
         if found.num_steps is None:
-            budget.why = f"steps with a prompt of {longest:,} tokens do not differ clearly from steps without one"
+            budget.why = (
+                f"steps with a prompt of {longest:,} tokens do not differ clearly from steps without one, or the server"
+                " computes prompts before decodes"
+            )
             return
         if found.num_steps == 1:
             budget.low = longest + 1
@@ -350,11 +370,15 @@ class IdleDesign(ProbeDesign):
         hits = [hit for _, hit in found if hit]
         if hits:
             seen.caches_prefixes = True
-            size = math.gcd(*hits)
-            if all(hit == min(num_shared // size * size, num_shared) for num_shared, hit in found):
-                seen.block_size = Bounds(size, size)
+            sizes = _block_sizes(found)
+            pairs = ", ".join(f"{hit} of {num_shared}" for num_shared, hit in found)
+            if len(sizes) == 1:
+                seen.block_size = Bounds(sizes[0], sizes[0])
+            elif sizes:
+                words = " or ".join(map(str, sizes))
+                seen.block_size.why = f"hits of {pairs} tokens fit blocks of {words}: give more --max-prompt-tokens"
             else:
-                seen.block_size.why = f"hits of {found} (tokens in common, tokens found) are no multiples of one size"
+                seen.block_size.why = f"hits of {pairs} tokens in common are no multiples of one size"
             return
         seen.block_size.why = "the server reports no cached tokens, neither in usage nor in /metrics"
         seen.caches_prefixes = yield from self._is_faster_again()
@@ -370,6 +394,11 @@ class IdleDesign(ProbeDesign):
         )
         answer = yield from self._send("prefix again", again)
         hit = _reported_hit(answer)
+        if hit is not None and not 0 <= hit <= num_shared + _BY_CHANCE:
+            raise MoestroError(
+                f"the server reports {hit} cached tokens of a prompt that has {num_shared} in common with earlier ones:"
+                " it counts them wrongly, was restarted, or has other traffic. Nothing was fitted"
+            )
         if hit:
             times = answer.requests[0]
             new = times.num_prompt_tokens - hit
@@ -440,7 +469,8 @@ class IdleDesign(ProbeDesign):
         """Fill the prefix cache with prompts, and request them again, the last ones first, until one is gone."""
         capacity, block = self.observed.capacity, self.observed.block_size.value
         if not self.observed.caches_prefixes or block is None:
-            capacity.why = "without reported hits of a prefix cache nothing tells what it holds"
+            known = "the size of its blocks" if self.observed.caches_prefixes else "reported hits of a prefix cache"
+            capacity.why = f"without {known} nothing tells what it holds"
             return
         # Half a block more than whole blocks: a prompt found as a whole would be computed in part again.
         size = max(min(self._longest // 2, 1024) // block, 1) * block + max(block // 2, 1)
@@ -454,7 +484,7 @@ class IdleDesign(ProbeDesign):
             held = 0
             for number, key in enumerate(recent):
                 answer = yield from self._send("look", ProbeRequest(key=key, num_tokens=size, max_tokens=1))
-                hit = _reported_hit(answer) or 0
+                hit = max(_reported_hit(answer) or 0, 0)
                 held += hit
                 if hit < size // block * block:
                     # Each look takes a block for its last tokens, which may be one of those that are looked for.
@@ -490,10 +520,22 @@ class IdleDesign(ProbeDesign):
                 continue
             rows = int(self._rng.integers(1, max(self._rows) + 1))
             self._answer_of.setdefault(rows, max(self._answer_of.get(each, _FIRST_ANSWER) for each in self._rows))
-            found = yield from self._decode(rows, int(self._rng.integers(SHORT, 128)))
+            most_tokens = max(min(_CHECKED_TOKENS, self._longest - self._most_answer), SHORT + 1)
+            found = yield from self._decode(rows, int(self._rng.integers(SHORT, most_tokens)))
             if found.time is not None:
                 seen.check_decodes.append(found.time)
         assert held_back == len(seen.decodes), "checks are not fitted"
+
+
+def _block_sizes(found: list[tuple[int, int]]) -> list[int]:
+    """Return the sizes of blocks that all hits fit, ascending.
+
+    Args:
+        found: (tokens in common, tokens found) of pairs of prompts, of which at least one was found.
+    """
+    largest = math.gcd(*(hit for _, hit in found if hit))
+    divisors = (size for size in range(1, largest + 1) if largest % size == 0)
+    return [size for size in divisors if all(hit == shared // size * size for shared, hit in found)]
 
 
 def _reported_hit(answer: ProbeAnswer) -> int | None:

@@ -396,14 +396,19 @@ class Honesty:
         self._limits, self._notes, self._first = limits, notes, server.figures
         self._is_beside = limits.max_added_load is not None
         self._num_probes = self._num_visited = 0
-        self._num_own_tokens = 0
-        self._last: ServerFigures | None = None
+        self._num_own_tokens = self._num_own_shown = 0  # of all answers, and of those until /metrics were last read
+        self._taken: list[tuple[int, int]] = []  # requests and tokens of probes of which nothing was refused
+        self._last = server.figures
         if server.figures is None:
             notes.add("The server shows no /metrics that are known here: other traffic would not be noticed as such.")
         elif server.figures.num_engines > 1:
             raise MoestroError(
                 f"the address serves {server.figures.num_engines} engines, among which the probes would be divided:"
                 " start one engine, or give the address of one"
+            )
+        elif server.figures.is_late:
+            notes.add(
+                "SGLang's /metrics show the requests of its last logged step: other traffic is seen by its tokens."
             )
 
     def check(self, kind: str, requests: Sequence[ProbeRequest], answer: ProbeAnswer) -> None:
@@ -412,13 +417,18 @@ class Honesty:
         Raises:
             MoestroError: the server refused or failed the probe, answered something else, or is busy.
         """
-        self._check_failures(kind, answer.requests)
+        size = len(requests), sum(each.num_tokens + each.max_tokens for each in requests)
+        self._check_failures(kind, answer.requests, size)
         for request, times in zip(requests, answer.requests, strict=True):
             if times.failure is None:
                 self._check_answer(request, times)
                 self._num_own_tokens += times.num_prompt_tokens + times.num_output_tokens
         self._num_probes += 1
-        self._last = answer.after or self._last
+        if self._first is not None and answer.after is None:
+            self._notes.add("The server did not always show its /metrics: other traffic may have gone unnoticed.")
+        if answer.after is not None:
+            self._check_progress(answer.after)
+            self._last, self._num_own_shown = answer.after, self._num_own_tokens
         if not self._is_beside:
             self._check_idle(answer)
 
@@ -445,7 +455,7 @@ class Honesty:
                 f" {block_size}: the probed size is used."
             )
 
-    def _check_failures(self, kind: str, requests: Sequence[RequestTimes]) -> None:
+    def _check_failures(self, kind: str, requests: Sequence[RequestTimes], size: tuple[int, int]) -> None:
         failed = [each for each in requests if each.failure is not None]
         refused = [each for each in failed if each.is_refused]
         if len(refused) == len(requests):
@@ -455,6 +465,13 @@ class Honesty:
                 " of this key, or stop other traffic. Nothing was fitted"
             )
         others = [each for each in failed if not each.is_refused]
+        if refused and any(number >= size[0] and num_tokens >= size[1] for number, num_tokens in self._taken):
+            raise MoestroError(
+                f"the server refused {len(refused)} of {len(requests)} requests of a probe ({kind}), after it had taken"
+                " as many and as long ones at once: it limits their rate, or has other traffic. Nothing was fitted"
+            )
+        if not failed:
+            self._taken.append(size)
         if not others:
             return
         first = others[0]
@@ -462,6 +479,11 @@ class Honesty:
             raise MoestroError(
                 f"the server is too slow for --seconds {self._limits.seconds:g}: a probe ({kind}) of {len(requests)}"
                 " requests had no complete answer in the time that was left. Give more --seconds"
+            )
+        if first.failure == "http_404":
+            raise MoestroError(
+                f"the server has no /v1/completions, by which prompts of known tokens are sent ({first.message}): a"
+                " server of chats alone cannot be calibrated. Nothing was fitted"
             )
         raise MoestroError(
             f"{len(others)} of {len(requests)} requests of a probe ({kind}) failed, the first with {first.failure}:"
@@ -472,7 +494,13 @@ class Honesty:
         if times.num_output_tokens != request.max_tokens:
             raise MoestroError(
                 f"an answer has {times.num_output_tokens} tokens where {request.max_tokens} were requested: the server"
-                " does not honour ignore_eos, so that batches end at other times than planned. Nothing was fitted"
+                " does not honour ignore_eos or limits max_tokens, so that batches end at other times than planned."
+                " Nothing was fitted"
+            )
+        if times.num_prompt_tokens != request.num_tokens:
+            raise MoestroError(
+                f"the server counts {times.num_prompt_tokens:,} tokens in a prompt of {request.num_tokens:,}: it"
+                " shortens or extends prompts, or counts them wrongly. Nothing was fitted"
             )
         if request.max_tokens < _SHORT_ANSWER:
             return
@@ -493,7 +521,7 @@ class Honesty:
         if answer.after is None:
             return
         found = (answer.after.num_running or 0) + (answer.after.num_waiting or 0)
-        self._num_visited += found > 0
+        self._num_visited += found > (len(answer.requests) if answer.after.is_late else 0)
         if self._num_probes >= _LEAST_PROBES and self._num_visited > _OTHERS_SHARE * self._num_probes + 1:
             raise MoestroError(
                 f"the server is busy: {self._num_visited} of {self._num_probes} probes found other requests on it,"
@@ -501,10 +529,19 @@ class Honesty:
                 " --max-added-load 0.1. Nothing was fitted"
             )
 
+    def _check_progress(self, figures: ServerFigures) -> None:
+        """Refuse counts that go back."""
+        before, now = (None if each is None else each.num_tokens for each in (self._last, figures))
+        if before is not None and now is not None and now < before:
+            raise MoestroError(
+                f"/metrics count {now:,.0f} tokens after {before:,.0f}: the server was restarted, or several engines"
+                " answer at this address in turn. Nothing was fitted"
+            )
+
     def _check_counts(self, first: ServerFigures, last: ServerFigures) -> None:
         if first.num_tokens is None or last.num_tokens is None:
             return
-        counted, own = last.num_tokens - first.num_tokens, self._num_own_tokens
+        counted, own = last.num_tokens - first.num_tokens, self._num_own_shown
         if counted < own * (1 - _OTHERS_SHARE) - _SLACK_TOKENS:
             raise MoestroError(
                 f"/metrics count {counted:,.0f} tokens during the probes, and the answers alone report {own:,}: these"

@@ -36,6 +36,8 @@ _CACHED = 4096
 _ASSUMED_BUDGET, _ASSUMED_BLOCK, _ASSUMED_SEQS = 2048, 16, 256
 _MISSED = 0.25  # mean error on other sizes, from which the operator is warned
 
+_AT_LIMIT = "at its lower limit, because the durations alone would make it negative"
+
 # Name, unit, and nanoseconds (or the number itself) of one unit.
 _COSTS = (
     (STEP, "constant of a step", "ms", 1e6),
@@ -183,7 +185,9 @@ def _costs(linear: FittedSteps) -> list[Estimate]:
             continue
         width = linear.half_widths[name]
         low, high = max(value - width, 0.0) / scale, (value + width) / scale
-        found.append(Estimate(name=name, title=title, unit=unit, value=value / scale, low=low, high=high))
+        # All of the interval is below 0, where no cost is: what determines it is the limit, and no probe.
+        why = _AT_LIMIT if value == width == 0 else ""
+        found.append(Estimate(name=name, title=title, unit=unit, value=value / scale, low=low, high=high, why=why))
     return found
 
 
@@ -214,7 +218,13 @@ def _count(name: str, title: str, bounds: Bounds, why: str = "") -> Estimate:
     if value is None and bounds.low is not None and bounds.high is not None:
         value = (bounds.low + bounds.high) // 2
     return Estimate(
-        name=name, title=title, unit="", value=value, low=bounds.low, high=bounds.high, why=bounds.why or why
+        name=name,
+        title=title,
+        unit="",
+        value=value,
+        low=bounds.low,
+        high=bounds.high,
+        why=bounds.why or (why if value is None else ""),
     )
 
 

@@ -108,6 +108,8 @@ class ServerFigures:
         num_kv_tokens: capacity of the KV cache, tokens.
         block_size: tokens of a KV block.
         num_engines: data-parallel engines behind the address.
+        is_late: whether requests and KV in use are those of the last logged step, also of an idle server: SGLang
+            renews them every 30 s while it has no work.
     """
 
     num_running: float | None = None
@@ -118,6 +120,7 @@ class ServerFigures:
     num_kv_tokens: int | None = None
     block_size: int | None = None
     num_engines: int = 1
+    is_late: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,7 @@ from moestro.workload.run_records import Outcome
 _LOOK_S = 0.2  # between reads of /metrics while a probe runs beside traffic
 _LOOKS = 5  # after a probe, until no request is left: some servers show the end of one a moment later
 _LOOK_AGAIN_S = 0.1
+_READ_S, _MOST_FAILED_READS = 2.0, 3  # for /metrics, and reads in a row that show nothing, after which none follows
 _LEAST_TIMEOUT_S = 1.0
 _GRACE = 0.2  # of the time, beyond it, for the last probe
 _ALL = 1 << 62  # deliveries, more than any request waits for
@@ -68,13 +69,14 @@ class ProbingClient:
         self._began_s = time.monotonic()
         self._number = 0
         self._figures: ServerFigures | None = None
+        self._num_failed_reads = _MOST_FAILED_READS  # in a row; a page that shows nothing at first is not read again
 
     async def find_server(self) -> ProbedServer:
         """Read what the server shows of itself."""
-        self._figures = await self._read_figures()
-        return ProbedServer(
-            model=self._endpoint.model, max_model_len=self._endpoint.max_model_len, figures=self._figures
-        )
+        self._figures, length = await self._read_figures(), self._endpoint.max_model_len
+        # Some servers list 0 or -1 where they have no limit.
+        longest = length if length is not None and length > 0 else None
+        return ProbedServer(model=self._endpoint.model, max_model_len=longest, figures=self._figures)
 
     async def drive(self, probing: Probing, on_probe: Callable[[str, float], None]) -> None:
         """Send all probes of a design.
@@ -94,7 +96,7 @@ class ProbingClient:
 
     async def _send(self, probe: ServerProbe) -> ProbeAnswer:
         self._number += 1
-        events = {request.after: asyncio.Event() for request in probe.requests}
+        events = {after: asyncio.Event() for after in (1, *(request.after for request in probe.requests))}
 
         def on_delivery(count: int) -> None:
             for after, event in events.items():
@@ -117,14 +119,17 @@ class ProbingClient:
             return _times(sent_ns, outcome)
 
         sending = [one(number, request, self._body(request)) for number, request in enumerate(probe.requests)]
-        looking = asyncio.create_task(self._look()) if self._limits.max_added_load is not None else None
+        is_beside = self._limits.max_added_load is not None
+        looking = asyncio.create_task(self._look(events[1])) if is_beside else None
         began_s = time.monotonic()
         times = await asyncio.gather(*sending)
         meanwhile = await _stopped(looking)
         before, self._figures = self._figures, await self._figures_after()
         elapsed_s = self._elapsed_s()
         if self._limits.max_added_load is not None:
-            await asyncio.sleep((time.monotonic() - began_s) * (1 / self._limits.max_added_load - 1))
+            pause_s = (time.monotonic() - began_s) * (1 / self._limits.max_added_load - 1)
+            # Behind the last probe, there is nothing to wait for.
+            await asyncio.sleep(max(min(pause_s, self._limits.seconds - elapsed_s), 0.0))
             elapsed_s = self._elapsed_s()
         return ProbeAnswer(
             requests=tuple(times), elapsed_s=elapsed_s, before=before, after=self._figures, meanwhile=tuple(meanwhile)
@@ -147,28 +152,31 @@ class ProbingClient:
         )
 
     async def _figures_after(self) -> ServerFigures | None:
-        if self._figures is None:
+        if self._num_failed_reads >= _MOST_FAILED_READS:
             return None
         for _ in range(1 if self._limits.max_added_load is not None else _LOOKS):
             found = await self._read_figures()
-            if found is None or not (found.num_running or found.num_waiting):
+            if found is None or found.is_late or not (found.num_running or found.num_waiting):
                 break
             await asyncio.sleep(_LOOK_AGAIN_S)
         return found
 
-    async def _look(self) -> list[ServerFigures]:
+    async def _look(self, first_token: asyncio.Event) -> list[ServerFigures]:
         found: list[ServerFigures] = []
         try:
+            await first_token.wait()  # then the probe runs, too, and a fast server ends it before a pause is over
             while True:
-                await asyncio.sleep(_LOOK_S)
                 if (figures := await self._read_figures()) is not None:
                     found.append(figures)
+                await asyncio.sleep(_LOOK_S)
         except asyncio.CancelledError:
             return found
 
     async def _read_figures(self) -> ServerFigures | None:
-        text = await self._client.read("/metrics")
-        return None if text is None else figures_of(text)
+        text = await self._client.read("/metrics", timeout_s=_READ_S)
+        found = None if text is None else figures_of(text)
+        self._num_failed_reads = self._num_failed_reads + 1 if found is None else 0
+        return found
 
 
 def figures_of(text: bytes) -> ServerFigures | None:
@@ -185,6 +193,7 @@ def figures_of(text: bytes) -> ServerFigures | None:
         num_kv_tokens=load.num_kv_tokens,
         block_size=load.block_size,
         num_engines=max(len(set(_ENGINE.findall(text))), 1),
+        is_late=b"sglang:num_running_reqs" in text and b"moestro:" not in text,
     )
 
 
@@ -350,6 +359,10 @@ def calibrate_server(settings: ServerProbing, measuring: Measuring, console: Con
             written.
     """
     assert settings.server is not None, "the verb checks it"
+    if measuring.out.suffix == ".toml":
+        raise ConfigError(
+            f"--out {measuring.out} is the table, and the engine file beside it ends in .toml: give .json"
+        )
     endpoint_settings = EndpointSettings(
         base_url=settings.server, model=settings.served_model, api_key=settings.api_key, timeout=settings.seconds
     )
@@ -381,7 +394,7 @@ async def _probe(
         max_added_load=settings.max_added_load,
     )
     async with BenchClient(endpoint_settings) as client:
-        endpoint = await client.find_endpoint()
+        endpoint = await client.find_endpoint("--served-model")
         probing = ProbingClient(client, endpoint, limits, vocab_size=settings.vocab_size, seed=seed)
         server = await probing.find_server()
         design = make_design(server, limits, seed)

@@ -107,11 +107,16 @@ def _table_cost(engines: SimEngineSettings, table: Table) -> MeasuredCost | Othe
     measured = MeasuredCost(table)
     if engines.table_gpu is None or gpu_named(engines.table_gpu) is gpu_named(engines.gpu):
         return measured
-    here, there = (
-        Roofline(RooflineSettings(network=read_network(engines.network), gpu=gpu_named(name)))
-        for name in (engines.table_gpu, engines.gpu)
-    )
-    return OtherGpuCost(measured, here, there)
+    return OtherGpuCost(measured, _plain_roofline(engines, engines.table_gpu), _plain_roofline(engines, engines.gpu))
+
+
+def _plain_roofline(engines: SimEngineSettings, name: str) -> Roofline:
+    """Return the roofline of the engines' network on their number of GPUs of a kind."""
+    gpu, network, reduced = gpu_named(name), network_of(engines), None
+    if engines.tensor_parallel_size > 1:
+        link = engines.link_within if name == engines.gpu else None
+        reduced = all_reduce(link_within(link, gpu), network, engines.tensor_parallel_size)
+    return Roofline(RooflineSettings(network=network, gpu=gpu, all_reduce=reduced))
 
 
 def default_popularity(engines: SimEngineSettings) -> PopularityForm:

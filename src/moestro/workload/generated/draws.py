@@ -74,7 +74,18 @@ def at_rate(offsets_ns: Int64s, rate: float) -> Int64s:
 
 
 def faster(offsets_ns: Int64s, factor: float) -> Int64s:
-    """Speed up a pattern by `factor`."""
+    """Speed up a pattern by `factor`.
+
+    Raises:
+        ConfigError: the last request would arrive beyond the end of times.
+    """
+    last_ns = int(offsets_ns[-1]) / factor
+    if last_ns >= FOREVER_NS:
+        raise ConfigError(
+            f"a factor of {factor:g} on the rate is too low: the last request would arrive after"
+            f" {last_ns / NS_PER_S / _S_PER_YEAR:,.3g} years, and times end at"
+            f" {FOREVER_NS / NS_PER_S / _S_PER_YEAR:.0f}"
+        )
     scaled: Int64s = np.rint(offsets_ns / factor).astype(np.int64)
     return scaled
 

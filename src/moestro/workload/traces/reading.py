@@ -27,7 +27,7 @@ from typing import Annotated, Any, TextIO
 import msgspec
 import numpy as np
 
-from moestro.core.clock import NS_PER_MS, NS_PER_S
+from moestro.core.clock import FOREVER_NS, NS_PER_MS, NS_PER_S
 from moestro.errors import ConfigError
 from moestro.files.text_files import open_lines, read_jsonl
 from moestro.workload.rows import Int64s, Rows
@@ -129,7 +129,10 @@ class Form:
             raise ValueError(f"field `{min(added)}`, which the first request lacks: give it in each line, or in none")
         ours = {our: fields[name] for name, our in self.names.items() if name in given}
         if self.time_ns is not None and "timestamp_ns" in ours:
-            ours["timestamp_ns"] = self.time_ns(ours["timestamp_ns"])
+            given_time = ours["timestamp_ns"]
+            ours["timestamp_ns"] = self.time_ns(given_time)
+            if abs(ours["timestamp_ns"]) >= FOREVER_NS:
+                raise ValueError(f"the time {given_time!r} is too large: is it in a smaller unit?")
         try:
             return msgspec.convert(ours, TraceEntry, strict=False)
         except msgspec.ValidationError as error:
