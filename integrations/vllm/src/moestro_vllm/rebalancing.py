@@ -22,6 +22,7 @@ from moestro.placement.hosted import (
     planner_from,
     rows_with_experts,
 )
+from moestro.workload.experts.expert_profile import read_profile_file
 from moestro_vllm.plugin import START_FILE
 from moestro_vllm.stall_alarm import StallAlarm
 
@@ -137,7 +138,7 @@ def rebalancing_from(environment: Mapping[str, str]) -> Rebalancing:
     variables = HostVariables(PREFIX, environment)
     policy, file = variables.get("PLACEMENT"), variables.get("START_FILE")
     return Rebalancing(
-        planner=planner_from(policy, variables) if policy else None,
+        planner=planner_from(policy, variables, read_profile_file) if policy else None,
         start=_start_file(Path(file), variables) if file else None,
         alarm=StallAlarm(float(variables.whole("STALL_S", STALL_S))),
         window_size=variables.whole("WINDOW_SIZE", WINDOW_SIZE),
