@@ -10,7 +10,7 @@ import pytest
 
 from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
 from moestro.errors import ConfigError
-from moestro.placement.contract import PLACE_POLICIES
+from moestro.placement.contract import PLACE_POLICIES, PlacePrices, even_devices
 from moestro.placement.hosted import (
     PRICE_DEFAULTS,
     HostLoad,
@@ -22,6 +22,8 @@ from moestro.placement.hosted import (
     policy_text,
     rows_with_experts,
 )
+from moestro.placement.placement_file import table_of_slots
+from moestro.placement.score import move_s, moves_between, score
 from moestro.workload.experts.expert_profile import ExpertProfile, read_profile_file, write_profile
 
 POLICIES = ["static", "eplb", "moestro"]
@@ -268,3 +270,32 @@ def test_a_start_file_has_rows_for_the_expert_layers_or_for_all_layers():
     for num_layers, num_model_layers in ((5, 4), (3, 5), (2, 4)):
         with pytest.raises(ValueError, match=f"has 4 layers, and the engine has {num_layers} layers with experts"):
             rows_with_experts(rows, num_layers, (1, 2, 3), num_model_layers)
+
+
+def hosted_price(rows: np.ndarray, old: np.ndarray, load: HostLoad, sizes: HostSizes, prices: PlacePrices) -> float:
+    """Seconds per step of a placement, with its moves spread over the horizon of 3,000 steps."""
+    devices = even_devices(sizes.num_ranks, sizes.num_slots // sizes.num_ranks, sizes.num_nodes)
+    before, after = (table_of_slots(each, devices, load.tokens.shape[1]) for each in (old, rows))
+    tokens = np.repeat(load.tokens[None] / sizes.num_ranks, sizes.num_ranks, axis=0)
+    loads = ExpertLoad(tokens, load.variance, load.activated, float(load.num_steps))
+    step_s = score(loads, after, devices, prices).step_s
+    return step_s + move_s(moves_between(before, after, devices), devices, prices) / 3000
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_filled_plan_is_priced_above_neither_the_present_one_nor_its_peers(seed):
+    """Filling slots moves copies that the search had dropped; without tokens enough, that never pays."""
+    rng = np.random.default_rng([48, seed])
+    num_experts, num_ranks = int(rng.choice([8, 16, 32])), int(rng.choice([2, 4, 8]))
+    sizes = HostSizes(
+        (-(-num_experts // num_ranks) + int(rng.integers(0, 5))) * num_ranks, 1, int(rng.choice([1, 2])), num_ranks
+    )
+    tokens = rng.lognormal(0, rng.uniform(0.1, 1.5), (3, num_experts))
+    tokens *= 8 * num_ranks * float(np.exp(rng.uniform(-4, 7))) / tokens.sum(axis=1, keepdims=True)
+    load, old = HostLoad.of_sum(tokens * 1000, 1000), initial(3, num_experts, sizes.num_slots)
+    found = {name: planner(name).planner for name in ("moestro", "eplb", "gimbal_v2", "static")}
+    prices = found["moestro"].prices
+    priced = {name: each.place(load, sizes, old, 3000) for name, each in found.items()}
+    costs = {name: hosted_price(rows, old, load, sizes, prices) for name, rows in priced.items()}
+    costs["stay"] = hosted_price(old, old, load, sizes, prices)
+    assert costs["moestro"] <= (1 + 1e-9) * min(costs.values()), costs

@@ -34,6 +34,8 @@ from moestro.placement.contract import (
     place_prices,
 )
 from moestro.placement.eplb import keep_slots
+from moestro.placement.payback import cheapest_rows, peer_tables
+from moestro.placement.placement_file import table_of_slots
 from moestro.placement.search.filling import PresentCopies, fill_empty
 
 Int64s = NDArray[np.int64]
@@ -196,12 +198,24 @@ class Planner:
             raise ValueError(f"{num_experts} experts do not fit into {sizes.num_slots} slots")
         known = _fitted(old, num_layers, sizes)
         before = _covering(known, load.tokens, sizes.num_ranks)
-        table = self.policy(self._view(load, sizes, before, horizon_steps))
-        wanted = np.concatenate(list(table.logical_of), axis=1).astype(np.int64)
-        by_rank = (num_layers, sizes.num_ranks, -1)
-        present = PresentCopies(known.reshape(by_rank))
-        filled = fill_empty(wanted.reshape(by_rank), load.tokens, present)
-        placed = keep_slots(filled.reshape(num_layers, -1), known, sizes.num_ranks)
+        view = self._view(load, sizes, before, horizon_steps)
+
+        def fill(table: ExpertTable) -> Int64s:
+            wanted = np.concatenate(list(table.logical_of), axis=1).astype(np.int64)
+            by_rank = (num_layers, sizes.num_ranks, -1)
+            filled = fill_empty(wanted.reshape(by_rank), load.tokens, PresentCopies(known.reshape(by_rank)))
+            return keep_slots(filled.reshape(num_layers, -1), known, sizes.num_ranks)
+
+        peers = peer_tables(self.policy, view)
+        found = [fill(table) for table in (self.policy(view), *peers.values())]
+        kept = None
+        if peers:
+            stays = np.array([np.array_equal(np.unique(row), np.arange(num_experts)) for row in known])
+            stays &= ~_is_second(known, sizes.num_ranks).any(axis=1)
+            kept = np.where(stays[:, None], known, fill(view.table))
+            found.append(kept)
+        best = cheapest_rows(view, found, lambda rows: table_of_slots(rows, view.devices, num_experts), kept)
+        placed = best.astype(np.int64)
         for layer in np.flatnonzero(~load.tokens.any(axis=1)).tolist():
             if np.array_equal(np.unique(known[layer]), np.arange(num_experts)):
                 placed[layer] = known[layer]
