@@ -568,3 +568,27 @@ def test_the_placement_of_a_server_is_the_present_one(tmp_path, admin_url, capsy
     assert place(*GOOD[:3], "--slots-per-device", 5, "--current", live, "--policy", "static") == 0
     assert place(GOOD[0], "--devices", 5, "--slots-per-device", 4, "--apply", admin_url) == 2
     assert f"--apply {admin_url}: the server's placement: it does not fit: it has 4 devices" in capsys.readouterr().err
+
+
+def test_what_is_written_for_engines_pays_for_its_moves_or_moves_nothing(tmp_path, capsys):
+    """Of full slots, the search drops copies that cost reads; others in their place would never pay."""
+    counts = tmp_path / "counts.npy"
+    np.save(counts, np.random.default_rng(1).integers(900, 1100, (2, 16)))
+    arguments = (counts, "--devices", 4, "--slots-per-device", 6, "--horizon-steps", 10, "--compare")
+    assert place(*arguments, "--sglang", tmp_path / "init.json") == 0
+    shown = capsys.readouterr().out
+    assert "Moves: none; the present placement stays." in shown
+    assert "moestro:weighted=0 is priced lowest" in shown
+
+
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        ('{"logical_count": [[1%s, 2]]}' % ("0" * 400), "logical_count is no array of numbers: int too large"),
+        ('{"logical_count": [[1e308, 1e308]]}', "logical_count has figures that are negative, too large or not finite"),
+    ],
+)
+def test_counts_that_are_too_large_are_refused_by_file(tmp_path, contents, words, capsys):
+    (tmp_path / "counts.json").write_text(contents)
+    assert place(tmp_path / "counts.json", "--devices", 2) == 2
+    assert words in " ".join(capsys.readouterr().err.split())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
 from moestro.errors import ConfigError
-from moestro.placement.contract import PLACE_POLICIES
+from moestro.placement.contract import PLACE_POLICIES, PlacePrices, even_devices
 from moestro.placement.hosted import (
     PRICE_DEFAULTS,
     HostLoad,
@@ -20,6 +22,9 @@ from moestro.placement.hosted import (
     policy_text,
     rows_with_experts,
 )
+from moestro.placement.placement_file import table_of_slots
+from moestro.placement.score import move_s, moves_between, score
+from moestro.workload.experts.expert_profile import ExpertProfile, read_profile_file, write_profile
 
 POLICIES = ["static", "eplb", "moestro"]
 
@@ -35,7 +40,7 @@ class HostCalls:
 
 
 def planner(policy: str = "eplb", **environment: str) -> HostCalls:
-    return HostCalls(planner_from(policy, HostVariables("MOESTRO_VLLM_", environment)))
+    return HostCalls(planner_from(policy, HostVariables("MOESTRO_VLLM_", environment), read_profile_file))
 
 
 def initial(num_layers: int, num_experts: int, num_slots: int) -> np.ndarray:
@@ -151,6 +156,46 @@ def test_settings_are_read_from_the_environment(tmp_path):
     assert planner("eplb", MOESTRO_VLLM_NETWORK=str(tmp_path)).planner.prices.expert_bytes == 3 * 64 * 32 * 2
 
 
+def profile_file(tmp_path: Path, pairs: LayerPairs | None) -> str:
+    """Write a profile of layers 1 to 3 of a network of four, with six experts each."""
+    load = ExpertLoad(np.ones((1, 3, 6)), np.ones((3, 6)), np.ones((3, 6)), 10.0, pairs)
+    write_profile(tmp_path / "pairs.npz", ExpertProfile(load=load, layers=(1, 2, 3), num_model_layers=4))
+    return str(tmp_path / "pairs.npz")
+
+
+@pytest.mark.parametrize("num_layers", [3, 4])
+def test_gimbals_first_algorithm_ranks_the_pairs_of_a_profile_because_engines_count_none(tmp_path, num_layers):
+    earlier, expert, after = np.array([[0, 0, 1], [5, 4, 0], [1, 2, 3]], np.int32)
+    name = profile_file(tmp_path, LayerPairs(earlier, expert, after, np.array([9.0, 8.0, 7.0])))
+    load = np.ones((num_layers, 6)) * np.arange(1, 7)
+    placed = planner("gimbal_v1:top_pairs=1", MOESTRO_VLLM_PROFILE=name).place(load, HostSizes(6, 1, 1, 2), None)
+    anchor = [set(row[:3].tolist()) for row in placed[num_layers - 3 :]]  # the first rank's experts, dense layers apart
+    assert 5 in anchor[0]
+    assert {1, 0} <= anchor[1]
+    assert 3 in anchor[2]
+
+
+def test_a_profile_of_another_network_is_named(tmp_path):
+    pairs = LayerPairs(*np.zeros((3, 1), np.int32), np.ones(1))
+    found = planner("gimbal_v1", MOESTRO_VLLM_PROFILE=profile_file(tmp_path, pairs))
+    with pytest.raises(ValueError, match="6 experts in 3 of 4 layers, and the engine 6 experts in 5 layers"):
+        found.place(np.ones((5, 6)), HostSizes(6, 1, 1, 2), None)
+
+
+def test_a_policy_of_pairs_without_a_profile_of_them_is_refused_at_the_start(tmp_path):
+    with pytest.raises(ConfigError, match="which engines do not count: set MOESTRO_VLLM_PROFILE"):
+        planner("gimbal_v1")
+    with pytest.raises(ConfigError, match=r"MOESTRO_VLLM_PROFILE=.*pairs\.npz has no pairs of experts: name a file"):
+        planner("gimbal_v1", MOESTRO_VLLM_PROFILE=profile_file(tmp_path, None))
+    with pytest.raises(ConfigError, match=r"MOESTRO_VLLM_PROFILE: .*none\.npz is damaged or cut off: .*No such file"):
+        planner("gimbal_v1", MOESTRO_VLLM_PROFILE=str(tmp_path / "none.npz"))
+
+
+def test_a_policy_that_reads_a_clock_is_refused_because_ranks_would_differ():
+    with pytest.raises(ConfigError, match=r"gimbal_v1_milp: it gives up after a time, so ranks .* could differ"):
+        planner("gimbal_v1_milp")
+
+
 @pytest.mark.parametrize(
     ("policy", "environment", "message"),
     [
@@ -225,3 +270,32 @@ def test_a_start_file_has_rows_for_the_expert_layers_or_for_all_layers():
     for num_layers, num_model_layers in ((5, 4), (3, 5), (2, 4)):
         with pytest.raises(ValueError, match=f"has 4 layers, and the engine has {num_layers} layers with experts"):
             rows_with_experts(rows, num_layers, (1, 2, 3), num_model_layers)
+
+
+def hosted_price(rows: np.ndarray, old: np.ndarray, load: HostLoad, sizes: HostSizes, prices: PlacePrices) -> float:
+    """Seconds per step of a placement, with its moves spread over the horizon of 3,000 steps."""
+    devices = even_devices(sizes.num_ranks, sizes.num_slots // sizes.num_ranks, sizes.num_nodes)
+    before, after = (table_of_slots(each, devices, load.tokens.shape[1]) for each in (old, rows))
+    tokens = np.repeat(load.tokens[None] / sizes.num_ranks, sizes.num_ranks, axis=0)
+    loads = ExpertLoad(tokens, load.variance, load.activated, float(load.num_steps))
+    step_s = score(loads, after, devices, prices).step_s
+    return step_s + move_s(moves_between(before, after, devices), devices, prices) / 3000
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_filled_plan_is_priced_above_neither_the_present_one_nor_its_peers(seed):
+    """Filling slots moves copies that the search had dropped; without tokens enough, that never pays."""
+    rng = np.random.default_rng([48, seed])
+    num_experts, num_ranks = int(rng.choice([8, 16, 32])), int(rng.choice([2, 4, 8]))
+    sizes = HostSizes(
+        (-(-num_experts // num_ranks) + int(rng.integers(0, 5))) * num_ranks, 1, int(rng.choice([1, 2])), num_ranks
+    )
+    tokens = rng.lognormal(0, rng.uniform(0.1, 1.5), (3, num_experts))
+    tokens *= 8 * num_ranks * float(np.exp(rng.uniform(-4, 7))) / tokens.sum(axis=1, keepdims=True)
+    load, old = HostLoad.of_sum(tokens * 1000, 1000), initial(3, num_experts, sizes.num_slots)
+    found = {name: planner(name).planner for name in ("moestro", "eplb", "gimbal_v2", "static")}
+    prices = found["moestro"].prices
+    priced = {name: each.place(load, sizes, old, 3000) for name, each in found.items()}
+    costs = {name: hosted_price(rows, old, load, sizes, prices) for name, rows in priced.items()}
+    costs["stay"] = hosted_price(old, old, load, sizes, prices)
+    assert costs["moestro"] <= (1 + 1e-9) * min(costs.values()), costs

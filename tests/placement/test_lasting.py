@@ -143,3 +143,16 @@ def test_the_mean_of_windows_has_the_variance_between_them():
     assert found.total == pytest.approx((loads[0].total + loads[1].total) / 2)
     assert (found.variance >= (loads[0].total - loads[1].total) ** 2 / 4).all()
     assert found.num_steps == 200
+
+
+def test_a_first_plan_needs_no_request_at_every_second_engine():
+    """Prices of CPUs have no reads, so engines without requests cost nothing."""
+    load = load_of(shares_of(1), np.random.default_rng(3), 512.0, 300.0)
+    tokens = load.tokens.copy()
+    tokens[1::2] = 0
+    table, devices = first_table(LAYERS, EXPERTS, DEVICES, SLOTS), even_devices(DEVICES, SLOTS)
+    prices = replace(PRICES, expert_s=0.0)
+    view = PlaceView(replace(load, tokens=tokens), table, devices, prices, PlaceLimits(horizon_steps=STEPS))
+    policy = LastingPlans(PLACE_POLICIES.make("eplb"))
+    assert policy(view) is table
+    assert policy(view) is not table  # the second window has judged the plan

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from moestro_sglang import interface, order_hooks, placement_hooks, plugin
+from moestro_sglang import interface, order_hooks, placement_hooks, plugin, rank_hooks
 from moestro_sglang.interface import SglangInterfaceError
 from moestro_sglang.placement_hooks import load_of, slots_by_expert
 
@@ -48,6 +48,51 @@ def test_a_wrong_value_ends_the_server_because_sglang_would_serve_without_the_pl
     monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match=f"moestro-sglang: {message}"):
         plugin.register()
+
+
+def test_a_priority_of_the_class_without_an_order_that_reads_it_is_refused(monkeypatch):
+    monkeypatch.setenv(order_hooks.BE_PRIORITY, "0")
+    with pytest.raises(SystemExit, match="MOESTRO_SGLANG_BE_PRIORITY is read by an order policy: set MOESTRO_SGLANG_O"):
+        plugin.register()
+
+
+class Broken:
+    """An order, and a choice of ranks, whose policy raises."""
+
+    is_failing = False
+
+    def sort(self, _requests: object) -> None:
+        raise ZeroDivisionError("no order")
+
+    def report(self, _loads: object, _now_ns: int) -> None:
+        raise ZeroDivisionError("no report")
+
+    def set_available(self, _ranks: object) -> None:
+        raise ZeroDivisionError("no rank")
+
+
+def test_an_exception_of_an_order_policy_leaves_sglangs_order_and_is_logged_once(caplog):
+    waiting, policy = ["b", "a"], SimpleNamespace(moestro_order=Broken())
+    for _ in range(3):
+        order_hooks._sort(None, policy, waiting)
+    assert waiting == ["b", "a"]
+    assert [record.message.split(";")[0] for record in caplog.records] == ["Moestro cannot order the waiting requests"]
+
+
+def test_an_exception_of_a_routing_policy_leaves_the_request_to_sglang(caplog):
+    budget = SimpleNamespace(moestro_choice=Broken())
+    for _ in range(2):
+        rank_hooks._report(None, budget, [])
+    controller = SimpleNamespace(
+        maybe_external_dp_rank_routing=lambda req: False, dp_budget=budget, workers=["a"], status=[True]
+    )
+    sent: list[object] = []
+    rank_hooks._choose(lambda _controller, req: sent.append(req), controller, "request")
+    assert sent == ["request"]
+    assert [record.message.split(";")[0] for record in caplog.records] == [
+        "Moestro cannot read the loads of the ranks",
+        "Moestro chose no rank",
+    ]
 
 
 def test_a_priority_of_the_class_that_is_no_number_is_refused():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from moestro_sglang import rank_hooks
 from moestro_sglang.rank_choice import RankChoice
 
 from moestro.errors import ConfigError, NoEngineError
@@ -144,3 +146,21 @@ def test_on_every_history_known_requests_are_those_that_were_sent_less_those_tha
         now_ns += S
         choice.report([load(rank, now_ns / S) for rank in range(3)], now_ns)
     assert [choice.num_in_flight(rank) for rank in range(3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("given", ["ann", ["user"], 5, {"user": "\ud800"}, None])
+@pytest.mark.parametrize("tokens", [[2**70], [[1, 2], [3]], ["a"], None, [1]])
+def test_a_request_of_any_kind_ends_no_controller(monkeypatch, given, tokens):
+    sent: list[object] = []
+    module = SimpleNamespace(sock_send=lambda worker, _req: sent.append(worker))
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.data_parallel_controller", module)
+    controller = SimpleNamespace(
+        maybe_external_dp_rank_routing=lambda _req: False,
+        dp_budget=SimpleNamespace(moestro_choice=RankChoice("moestro", 2)),
+        workers=["first", "second"],
+        status=[True, True],
+    )
+    request = SimpleNamespace(input_ids=tokens, lora_id="\ud800", sampling_params=SimpleNamespace(custom_params=given))
+    rank_hooks._choose(lambda *_arguments: sent.append("by SGLang"), controller, request)
+    assert len(sent) == 1
+    assert (sent[0] == "by SGLang") == (tokens not in (None, [1]))

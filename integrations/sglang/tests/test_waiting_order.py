@@ -174,3 +174,12 @@ def test_prefill_aware_looks_up_the_cache_of_the_oldest_requests_alone():
     order.sort(requests)
     assert requests[0].rid == "0"
     assert len(looked_up) == 64
+
+
+@pytest.mark.parametrize("given", ["be", ["user"], 5, {"user": "\ud800"}, {"service_class": {"a": 1}}])
+def test_custom_params_of_any_kind_end_no_scheduler(given):
+    order, requests = order_of("weighted_fair"), [fake("a", 1), fake("b", 2)]
+    requests[0].sampling_params = SimpleNamespace(custom_params=given)
+    assert sorted(sorted_names(order, requests)) == ["a", "b"]
+    requests[0].extend_batch_idx, requests[0].is_over = 1, True
+    assert sorted_names(order, [fake("c", 3)]) == "c"

@@ -147,6 +147,23 @@ def test_a_placement_that_fails_is_replaced_by_vllms_own(placement):
     assert policy.rebalance_experts(load, 8, 1, 1, 2, old).tolist() == own.tolist()
 
 
+def test_sizes_may_come_by_name(placement):
+    policy = placement("eplb")
+    load, old = torch.arange(16).reshape(2, 8), torch.arange(8).repeat(2, 1)
+    named = dict(zip(interface.EPLB_ARGUMENTS[2:], (1, 1, 2, old), strict=True))
+    given = policy.rebalance_experts(load, 8, 1, 1, 2, old)
+    assert policy.rebalance_experts(load, 8, **named).tolist() == given.tolist()
+
+
+def test_a_state_that_does_not_show_its_moves_ends_no_step():
+    reports: list[str] = []
+    watched = eplb_policy._watched(lambda _state: None, StallAlarm(1.0, reports.append))
+    for _ in range(2):
+        watched(SimpleNamespace())
+    assert len(reports) == 1
+    assert reports[0].startswith("no alarm watches the moves of experts: this vLLM does not show whether experts move")
+
+
 def test_a_start_file_is_vllms_first_placement_and_a_second_registration_changes_nothing(placement, tmp_path):
     row = [3, 2, 1, 0, 3, 3]
     (tmp_path / "start.json").write_text(json.dumps({"physical_to_logical_map": [row, row]}))

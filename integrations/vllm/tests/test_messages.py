@@ -137,8 +137,11 @@ def test_an_eplb_table_or_policy_that_moved_is_refused(stand_in):
 def test_the_hook_that_is_proposed_upstream_passes_with_either_name(stand_in, name):
     policy = type("Policy", (), {name: lambda self, context, policy_state: None})
     policies = {"EPLB_POLICIES": {"default": policy}, "AbstractEplbPolicy": policy}
-    stand_in("0.40.1", eplb=policies, state={"EplbState": EplbState})
+    stand_in("0.40.1", eplb={**policies, "EplbPlan": object}, state={"EplbState": EplbState})
     interface.check_eplb_interface()
+    stand_in("0.40.1", eplb=policies, state={"EplbState": EplbState})
+    with pytest.raises(VllmInterfaceError, match=r"eplb.policy.EplbPlan cannot be imported"):
+        interface.check_eplb_interface()
 
 
 def test_an_unknown_class_is_answered_with_the_known_ones():

@@ -166,6 +166,27 @@ def test_the_output_of_an_ended_request_is_charged_to_its_user():
     assert drained(queue) == "ba"
 
 
+def test_an_exception_of_a_policy_serves_by_arrival_and_is_logged_once(caplog):
+    queue = queue_of("sjf", Clock(4.0), fake("a", 2, 9), fake("b", 1, 20))
+
+    def failing(*_arguments: object) -> None:
+        raise ZeroDivisionError("no order")
+
+    queue._ordering = SimpleNamespace(view=failing)
+    assert [names(queue) for _ in range(3)] == ["ba"] * 3
+    assert drained(queue) == "ba"
+    assert [record.message.split(";")[0] for record in caplog.records] == ["Moestro cannot order the waiting requests"]
+
+
+@pytest.mark.parametrize("policy", ["weighted_fair", "qllm"])
+def test_fields_of_any_kind_end_no_engine(policy):
+    odd = [fake("a", 0, user="\ud800", service_class=["be"]), fake("b", 1, user=["x"], service_class=np.zeros(2))]
+    queue = queue_of(policy, Clock(4.0), *odd)
+    queue.admitted(odd[0])
+    assert sorted(drained(queue)) == ["a", "b"]
+    queue.left(odd[0])
+
+
 def test_an_empty_queue_and_a_foreign_request_are_refused():
     queue = queue_of("sjf", Clock(), fake("a", 0))
     with pytest.raises(ValueError, match="already"):

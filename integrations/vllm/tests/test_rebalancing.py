@@ -93,7 +93,14 @@ def test_a_file_that_is_not_there_is_refused_and_the_writer_is_named(tmp_path):
 def test_a_file_for_another_network_leaves_the_first_rearrangement_to_vllm(tmp_path, caplog):
     found = rebalancing(tmp_path, [[0, 1, 2, 3, 0, 0]] * 4 + [[3, 2, 1, 0, 3, 3]])
     assert place(found) == OWN.tolist()
-    assert "the file has 5 layers, and the engine has 2 layers with experts" in caplog.text
+    assert "the file has 5 layers, and the engine has 2 layers with experts; MOESTRO_VLLM_NETWORK is" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+def test_a_file_for_another_network_leaves_the_first_rearrangement_to_the_policy(tmp_path):
+    rows = [[0, 1, 2, 3, 0, 0]] * 4 + [[3, 2, 1, 0, 3, 3]]
+    found = rebalancing(tmp_path, rows, MOESTRO_VLLM_PLACEMENT="eplb")
+    assert place(found) == place(rebalancing(tmp_path, MOESTRO_VLLM_PLACEMENT="eplb")) != OWN.tolist()
 
 
 @pytest.mark.parametrize("name", ["WINDOW_SIZE", "STEP_INTERVAL", "STALL_S"])
@@ -139,6 +146,19 @@ def test_moves_that_do_not_end_are_reported_once_for_each_stall():
             now[0] += 1
         found.observe(is_moving=False, is_worker_gone=False)
     assert reports == ["experts have been moving for 11 s: vLLM makes no new placement meanwhile"] * 2
+
+
+def test_a_thread_that_ends_after_a_stall_is_reported_too():
+    found, reports, now = alarm()
+    found.observe(is_moving=True, is_worker_gone=False)
+    now[0] += 11
+    found.observe(is_moving=True, is_worker_gone=False)
+    for _ in range(2):
+        found.observe(is_moving=True, is_worker_gone=True)
+    assert [text.split(":")[0] for text in reports] == [
+        "experts have been moving for 11 s",
+        "the thread that moves experts has ended",
+    ]
 
 
 def test_a_thread_that_ended_is_reported_at_once_and_once():

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 HASH_BYTES = 16
 ROOT = bytes(HASH_BYTES)  # parent of a prompt's first block
 _TOKEN = np.dtype("<i4")
+_ANY = "surrogatepass"  # a client's JSON may have half of a surrogate pair, which UTF-8 has not
 
 
 def hash_key(model: str, adapter: str | None = None, salt: str | None = None) -> bytes:
@@ -39,14 +40,18 @@ def hash_key(model: str, adapter: str | None = None, salt: str | None = None) ->
     digest = blake2b(digest_size=HASH_BYTES)
     for part in (model, adapter, salt):
         # The length comes first, and None differs from "", so that no two triples have the same encoding.
-        encoded = b"" if part is None else part.encode()
+        encoded = b"" if part is None else part.encode(errors=_ANY)
         digest.update(f"{-1 if part is None else len(encoded)}:".encode() + encoded)
     return digest.digest()
 
 
 def name_key(name: str | None) -> int:
     """A number that identifies `name`, the same in every process; 0 for None."""
-    return 0 if name is None else int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+    return (
+        0
+        if name is None
+        else int.from_bytes(blake2b(name.encode(errors=_ANY), digest_size=8).digest(), "little", signed=True)
+    )
 
 
 def block_hash(key: bytes, parent: bytes, token_ids: NDArray[np.int32]) -> bytes:

@@ -91,9 +91,10 @@ class HostOrder:
         if given is None and self.be_priority is not None:
             is_be = priority >= self.be_priority if self.low_first else priority <= self.be_priority
             return BE if is_be else LS
-        if given not in (None, *ServiceClass):
+        word = given if isinstance(given, str) else None  # clients may send anything, also lists
+        if given is not None and word not in tuple(ServiceClass):
             _logger.warning("%s %r is neither 'ls' nor 'be'; the request counts as 'ls'", CLASS_KEY, given)
-        return BE if given == ServiceClass.BE else LS
+        return BE if word == ServiceClass.BE else LS
 
     def in_words(self) -> str:
         """Return what the order promises, for the log."""

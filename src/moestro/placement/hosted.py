@@ -12,11 +12,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moestro.core.experts.expert_load import ExpertLoad
+from moestro.core.experts.expert_load import ExpertLoad, LayerPairs
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.cost.gpus import gpu_named
 from moestro.cost.links import link_named
@@ -32,6 +34,8 @@ from moestro.placement.contract import (
     place_prices,
 )
 from moestro.placement.eplb import keep_slots
+from moestro.placement.payback import cheapest_rows, peer_tables
+from moestro.placement.placement_file import table_of_slots
 from moestro.placement.search.filling import PresentCopies, fill_empty
 
 Int64s = NDArray[np.int64]
@@ -109,6 +113,54 @@ class HostSizes:
             raise ValueError(f"the numbers do not divide each other: {self}")
 
 
+class RecordedProfile(Protocol):
+    """Attributes of an expert profile in a file that a planner reads."""
+
+    @property
+    def load(self) -> ExpertLoad:
+        """Load of the layers with experts, with the pairs that tokens visit."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Number of each of these layers in the network."""
+
+    @property
+    def num_model_layers(self) -> int:
+        """Layers of the network."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostPairs:
+    """Pairs of experts from a recording, because the engines count none.
+
+    Attributes:
+        pairs: Pairs, by the layers of the recording.
+        layers: Number of each of these layers in the network.
+        num_experts: Logical experts of a layer.
+        num_model_layers: Layers of the network.
+    """
+
+    pairs: LayerPairs
+    layers: tuple[int, ...]
+    num_experts: int
+    num_model_layers: int
+
+    def of_layers(self, num_layers: int, num_experts: int) -> LayerPairs:
+        """Return the pairs by the layers of the engine: those with experts, or all of the network.
+
+        Raises:
+            ValueError: The recording is of another network.
+        """
+        if num_experts == self.num_experts and num_layers == len(self.layers):
+            return self.pairs
+        if num_experts == self.num_experts and num_layers == self.num_model_layers:
+            return replace(self.pairs, layer=np.array(self.layers, np.int32)[self.pairs.layer])
+        raise ValueError(
+            f"the profile has {self.num_experts} experts in {len(self.layers)} of {self.num_model_layers} layers, and"
+            f" the engine {num_experts} experts in {num_layers} layers"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Planner:
     """Asks a placement policy in the place of an engine's own.
@@ -119,10 +171,12 @@ class Planner:
     Attributes:
         policy: Placement policy.
         prices: What work and moves cost.
+        pairs: Pairs for a policy that ranks them; None means that it ranks none.
     """
 
     policy: PlacePolicy
     prices: PlacePrices
+    pairs: HostPairs | None = None
 
     def place(self, load: HostLoad, sizes: HostSizes, old: NDArray[np.integer] | None, horizon_steps: int) -> Int64s:
         """Return int64[layers, slots], the expert in each slot; no slot is empty.
@@ -144,12 +198,24 @@ class Planner:
             raise ValueError(f"{num_experts} experts do not fit into {sizes.num_slots} slots")
         known = _fitted(old, num_layers, sizes)
         before = _covering(known, load.tokens, sizes.num_ranks)
-        table = self.policy(self._view(load, sizes, before, horizon_steps))
-        wanted = np.concatenate(list(table.logical_of), axis=1).astype(np.int64)
-        by_rank = (num_layers, sizes.num_ranks, -1)
-        present = PresentCopies(known.reshape(by_rank))
-        filled = fill_empty(wanted.reshape(by_rank), load.tokens, present)
-        placed = keep_slots(filled.reshape(num_layers, -1), known, sizes.num_ranks)
+        view = self._view(load, sizes, before, horizon_steps)
+
+        def fill(table: ExpertTable) -> Int64s:
+            wanted = np.concatenate(list(table.logical_of), axis=1).astype(np.int64)
+            by_rank = (num_layers, sizes.num_ranks, -1)
+            filled = fill_empty(wanted.reshape(by_rank), load.tokens, PresentCopies(known.reshape(by_rank)))
+            return keep_slots(filled.reshape(num_layers, -1), known, sizes.num_ranks)
+
+        peers = peer_tables(self.policy, view)
+        found = [fill(table) for table in (self.policy(view), *peers.values())]
+        kept = None
+        if peers:
+            stays = np.array([np.array_equal(np.unique(row), np.arange(num_experts)) for row in known])
+            stays &= ~_is_second(known, sizes.num_ranks).any(axis=1)
+            kept = np.where(stays[:, None], known, fill(view.table))
+            found.append(kept)
+        best = cheapest_rows(view, found, lambda rows: table_of_slots(rows, view.devices, num_experts), kept)
+        placed = best.astype(np.int64)
         for layer in np.flatnonzero(~load.tokens.any(axis=1)).tolist():
             if np.array_equal(np.unique(known[layer]), np.arange(num_experts)):
                 placed[layer] = known[layer]
@@ -160,7 +226,8 @@ class Planner:
         num_local = sizes.num_slots // sizes.num_ranks
         sources = (sizes.num_ranks, num_layers, num_experts)
         tokens = np.broadcast_to(load.tokens / sizes.num_ranks, sources).copy()
-        loads = ExpertLoad(tokens, load.variance, load.activated, float(load.num_steps))
+        pairs = None if self.pairs is None else self.pairs.of_layers(num_layers, num_experts)
+        loads = ExpertLoad(tokens, load.variance, load.activated, float(load.num_steps), pairs)
         logical_of = before.reshape(num_layers, sizes.num_ranks, num_local).swapaxes(0, 1)
         table = ExpertTable(0, logical_of.astype(np.int32), num_experts, np.ones(sizes.num_ranks, np.bool_))
         limits = PlaceLimits(horizon_steps=float(horizon_steps))
@@ -280,12 +347,13 @@ class HostVariables:
         return int(text)
 
 
-def planner_from(text: str, variables: HostVariables) -> Planner:
+def planner_from(text: str, variables: HostVariables, read_profile: Callable[[Path], RecordedProfile]) -> Planner:
     """Make the planner that the environment asks for.
 
     Args:
         text: Placement policy, `NAME` or `NAME:SETTING=VALUE,...`.
-        variables: The plug-in's variables; PRICE_DEFAULTS has the ones that are read.
+        variables: The plug-in's variables; PRICE_DEFAULTS and PROFILE are read.
+        read_profile: Reads an expert profile of Moestro.
 
     Raises:
         ConfigError: A variable has a value that is not known or out of range; the text names it.
@@ -296,6 +364,11 @@ def planner_from(text: str, variables: HostVariables) -> Planner:
         policy = PLACE_POLICIES.make(policy_text(text))
     except ConfigError as error:
         raise ConfigError(f"{prefix}PLACEMENT={text}: {error}") from None
+    if getattr(policy, "reads_clock", False):
+        raise ConfigError(
+            f"{prefix}PLACEMENT={text}: it gives up after a time, so ranks that plan by themselves could differ: use"
+            " another policy"
+        )
     try:
         prices = place_prices(
             read_network(given["NETWORK"]),
@@ -306,7 +379,31 @@ def planner_from(text: str, variables: HostVariables) -> Planner:
     except ConfigError as error:
         raise ConfigError(f"{prefix}NETWORK, _GPU, _LINK_WITHIN or _LINK_ACROSS: {error}") from None
     # The engines leave no slot empty, so all ranks read equally many experts, whatever the placement.
-    return Planner(policy, replace(prices, expert_s=0.0))
+    pairs = _host_pairs(text, variables, read_profile) if getattr(policy, "needs_pairs", False) else None
+    return Planner(policy, replace(prices, expert_s=0.0), pairs)
+
+
+def _host_pairs(text: str, variables: HostVariables, read_profile: Callable[[Path], RecordedProfile]) -> HostPairs:
+    """Read the pairs of the profile that PROFILE names.
+
+    Raises:
+        ConfigError: No file is named, or the file has no pairs.
+    """
+    prefix, name = variables.prefix, variables.get("PROFILE")
+    remedy = "name a file of `moestro place --save-profile` from the experts of each token"
+    if not name:
+        raise ConfigError(
+            f"{prefix}PLACEMENT={text} ranks pairs of experts, which engines do not count: set {prefix}PROFILE, and"
+            f" {remedy}"
+        )
+    try:
+        profile = read_profile(Path(name))
+    except ConfigError as error:
+        raise ConfigError(f"{prefix}PROFILE: {error}") from None
+    if profile.load.pairs is None:
+        raise ConfigError(f"{prefix}PROFILE={name} has no pairs of experts: {remedy}")
+    num_experts = profile.load.tokens.shape[2]
+    return HostPairs(profile.load.pairs, profile.layers, num_experts, profile.num_model_layers)
 
 
 def policy_text(text: str) -> str:

@@ -11,14 +11,17 @@ judged by the next window, which it has not seen, and what is expected of the ne
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import EMPTY, ExpertTable
-from moestro.placement.contract import Devices, PlacePolicy, PlaceView
-from moestro.placement.score import Moves, PlaceScore, move_s, moves_between, score
+from moestro.errors import MoestroError
+from moestro.placement.contract import PLACE_POLICIES, Devices, PlacePolicy, PlaceView
+from moestro.placement.score import Moves, PlaceScore, each_move_s, move_s, moves_between, score
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +92,74 @@ def live_table(table: ExpertTable, devices: Devices) -> ExpertTable | None:
         even = 1.0 / np.maximum(held.ravel(), 1)[index]
         shares = np.where(totals > 0, left / np.where(totals > 0, totals, 1.0), even) * (logical_of != EMPTY)
     return ExpertTable(table.version, logical_of, table.num_experts, is_alive, shares)
+
+
+STAY = "static"  # the policy that moves nothing
+Rows = NDArray[np.integer]  # [layers, slots of all live devices], expert in each slot
+
+
+def peer_tables(policy: PlacePolicy, view: PlaceView) -> dict[str, ExpertTable]:
+    """Return placements by name, above which a policy's own may not be priced once all slots are filled.
+
+    Args:
+        policy: Names its peers in `filled_peers`; one without that attribute has none.
+        view: What the policy saw. Where it has limits, only STAY keeps within them.
+    """
+    limits, found = view.limits, {}
+    is_limited = (limits.max_bytes, limits.max_receives, limits.max_layers) != (None, None, None)
+    for name in getattr(policy, "filled_peers", ()):
+        if is_limited and name != STAY:
+            continue
+        try:
+            found[name] = PLACE_POLICIES.make(name)(view)
+        except (MoestroError, ValueError):  # it cannot place on these devices
+            continue
+    return found
+
+
+def cheapest_rows(
+    view: PlaceView, found: Sequence[Rows], table_of: Callable[[Rows], ExpertTable], kept: Rows | None = None
+) -> Rows:
+    """Return the filled placement that is priced lowest, with its moves spread over the horizon.
+
+    Args:
+        view: Load, present placement, devices and prices.
+        found: Placements; of equal ones the first is returned.
+        table_of: Makes the table of a placement.
+        kept: The placement to which layers return whose change does not pay; None means that all change.
+    """
+    horizon = max(view.limits.horizon_steps, 1.0)
+    tables = [table_of(rows) for rows in found]
+    least = [_step_s(view.load, table, view) + _least_move_s(table, view) / horizon for table in tables]
+    best, cost, change = 0, math.inf, None
+    # Moves take most of the time to find, so a placement that costs more without them is left out.
+    for at in sorted(range(len(found)), key=lambda at: least[at]):
+        if least[at] >= cost:
+            break
+        other = payback(view, tables[at])
+        if other.after.step_s + other.move_s / horizon < cost:
+            best, change, cost = at, other, other.after.step_s + other.move_s / horizon
+    if kept is None or change is None:
+        return found[best]
+    stay = payback(view, table_of(kept))
+    saved_s = stay.after.compute_s + stay.after.exchange_s - change.after.compute_s - change.after.exchange_s
+    due_s = _move_s_by_layer(change, view) - _move_s_by_layer(stay, view)
+    mixed = np.where((saved_s * horizon > due_s)[:, None], found[best], kept)
+    after = payback(view, table_of(mixed))
+    return mixed if after.after.step_s + after.move_s / horizon < cost else found[best]
+
+
+def _least_move_s(table: ExpertTable, view: PlaceView) -> float:
+    """Return the seconds in which the busiest device would receive its copies if all were near."""
+    comes = (table.num_copies > 0) & (view.table.num_copies == 0) & view.devices.is_alive[:, None, None]
+    most = int(comes.sum(axis=(1, 2)).max(initial=0))
+    return most * view.prices.expert_bytes / max(view.prices.move_bytes_per_s[1:])
+
+
+def _move_s_by_layer(change: Payback, view: PlaceView) -> NDArray[np.float64]:
+    """Return float64[layers], seconds of each layer's moves, divided among the live devices."""
+    seconds = each_move_s(change.moves, view.devices, view.prices) / max(int(view.devices.is_alive.sum()), 1)
+    return np.bincount(change.moves.layer, seconds, view.load.tokens.shape[1]).astype(np.float64)
 
 
 SHORT, LONG, FIRST = "short", "long", "first"
@@ -212,8 +283,10 @@ class LastingPlans:
             return 0.0
         # No window has judged a plan yet, so half of the sources judge one for the others.
         seen, unseen = _halves(view.load)
-        table = self.policy(replace(view, load=seen))
-        return 1 - _step_s(unseen, table, view) / _step_s(unseen, view.table, view)
+        present_s = _step_s(unseen, view.table, view)
+        if not present_s:  # engines of the other half had no request
+            return 0.0
+        return 1 - _step_s(unseen, self.policy(replace(view, load=seen)), view) / present_s
 
     def _weights(self) -> np.ndarray:
         """Return float64[windows], weights of windows by their age and their steps; they sum to 1."""

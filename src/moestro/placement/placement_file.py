@@ -98,18 +98,23 @@ def table_of_slots(rows: NDArray[Any], devices: Devices, num_experts: int) -> Ex
     if rows.size and not (rows.min() >= EMPTY and rows.max() < num_experts):
         raise ValueError(f"its experts must have numbers below {num_experts}")
     width, num_layers = int(devices.num_slots.max()), len(rows)
-    logical_of = np.full((devices.num_devices, num_layers, width), EMPTY, np.int32)
-    copies = np.zeros((num_layers, num_experts))
-    weight = np.zeros(logical_of.shape)
-    first = 0
-    for device, num_slots in enumerate(devices.num_slots.tolist()):
-        for layer in range(num_layers):
-            held, count = np.unique(rows[layer, first : first + num_slots], return_counts=True)
-            held, count = held[held != EMPTY], count[held != EMPTY]
-            logical_of[device, layer, : len(held)] = held
-            weight[device, layer, : len(held)] = count
-            copies[layer, held] += count
-        first += num_slots
+    shape, none = (devices.num_devices, num_layers, width), num_experts  # which sorts after all experts
+    slots = np.full(shape, none, np.int64)
+    is_slot = np.broadcast_to((np.arange(width) < devices.num_slots[:, None])[:, None], shape)
+    by_device = np.split(rows, np.cumsum(devices.num_slots)[:-1], axis=1)
+    slots[is_slot] = np.concatenate([part.ravel() for part in by_device])
+    ordered = np.sort(np.where(slots == EMPTY, none, slots), axis=2).reshape(-1, width)
+    is_first = np.ones(ordered.shape, np.bool_)
+    is_first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    starts = np.flatnonzero(is_first)
+    expert, count = ordered.ravel()[starts], np.diff(starts, append=ordered.size)
+    held = expert != none
+    starts, expert, count = starts[held], expert[held], count[held]
+    row, nth = starts // width, (np.cumsum(is_first, axis=1) - 1).ravel()[starts]
+    logical_of, weight = np.full(shape, EMPTY, np.int32), np.zeros(shape)
+    logical_of.reshape(-1, width)[row, nth], weight.reshape(-1, width)[row, nth] = expert, count
+    index = row % num_layers * num_experts + expert
+    copies = np.bincount(index, count, num_layers * num_experts).reshape(num_layers, num_experts)
     layer_of = np.arange(num_layers)[:, None]
     shares = weight / np.maximum(copies, 1)[layer_of, np.maximum(logical_of, 0)]
     has_second = bool((weight > 1).any())

@@ -259,10 +259,16 @@ def share_moved(moves: Moves, table: ExpertTable) -> float:
     return len(moves) / max(1, int((table.logical_of != EMPTY).sum()))
 
 
-def move_s(moves: Moves, devices: Devices, prices: PlacePrices) -> float:
-    """Seconds in which the busiest device receives its copies; one that is loaded comes at the speed between nodes."""
+def each_move_s(moves: Moves, devices: Devices, prices: PlacePrices) -> Floats:
+    """Return float64[moves], seconds in which each copy arrives; a loaded one comes at the speed between nodes."""
     way = np.where(
         moves.source == NOT_HELD, OTHER_NODE, devices.distance[np.maximum(moves.source, SAME_DEVICE), moves.target]
     )
-    seconds = prices.expert_bytes / np.array(prices.move_bytes_per_s)[way]
+    seconds: Floats = prices.expert_bytes / np.array(prices.move_bytes_per_s)[way]
+    return seconds
+
+
+def move_s(moves: Moves, devices: Devices, prices: PlacePrices) -> float:
+    """Seconds in which the busiest device receives its copies."""
+    seconds = each_move_s(moves, devices, prices)
     return float(np.bincount(moves.target, seconds, devices.num_devices).max(initial=0.0))

@@ -11,10 +11,9 @@ from typing import Any
 from moestro.engine.hosted_order import host_order
 from moestro.errors import ConfigError
 from moestro_sglang.interface import API_STATE, CALC_PRIORITY, DP_STATE, INIT_ORDER
-from moestro_sglang.plugin import ORDER
+from moestro_sglang.plugin import BE_PRIORITY, ORDER
 from moestro_sglang.waiting_order import ARRIVAL, WaitingOrder
 
-BE_PRIORITY = "MOESTRO_SGLANG_BE_PRIORITY"  # requests of this priority or a less urgent one are best effort
 _STATE = "moestro_order"  # attribute of SGLang's SchedulePolicy
 
 _logger = logging.getLogger(__name__)
@@ -86,8 +85,15 @@ def _look_up(tree_cache: Any) -> Callable[[Any], int]:
 def _sort(_result: None, policy: Any, waiting_queue: list[Any], *_args: Any, **_kwargs: Any) -> None:
     """Sort the waiting list after SGLang has looked at it."""
     order = getattr(policy, _STATE, None)
-    if order is not None:
+    if order is None:
+        return
+    try:
         order.sort(waiting_queue)
+        order.is_failing = False
+    except Exception:  # it would end the scheduler; all ranks have the same requests, so each of them comes here
+        if not order.is_failing:  # a step takes milliseconds, and each would log the same
+            _logger.exception("Moestro cannot order the waiting requests; SGLang's order holds until it can")
+        order.is_failing = True
 
 
 def _carry_arrivals() -> None:

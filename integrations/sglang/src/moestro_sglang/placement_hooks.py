@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from moestro.placement.hosted import HostLoad, HostSizes, HostVariables, Int64s, Planner, or_else, planner_from
+from moestro.workload.experts.expert_profile import read_profile_file
 from moestro_sglang.interface import ARGUMENTS, REBALANCE
 
 PREFIX = "MOESTRO_SGLANG_"
@@ -20,7 +21,8 @@ def placement_hooks(text: str, environment: Mapping[str, str]) -> dict[str, tupl
     Raises:
         ConfigError: A variable has a wrong value; the text names it.
     """
-    return {REBALANCE: ("AROUND", _rebalance(planner_from(text, HostVariables(PREFIX, environment))))}
+    planner = planner_from(text, HostVariables(PREFIX, environment), read_profile_file)
+    return {REBALANCE: ("AROUND", _rebalance(planner))}
 
 
 def _rebalance(planner: Planner) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 ORDER = "MOESTRO_SGLANG_ORDER"  # an order policy with its settings; unset: SGLang keeps its own
 PLACEMENT = "MOESTRO_SGLANG_PLACEMENT"  # a placement policy with its settings; unset: SGLang keeps its own
+BE_PRIORITY = "MOESTRO_SGLANG_BE_PRIORITY"  # requests of this priority or a less urgent one are best effort
 DP_POLICY = "MOESTRO_SGLANG_DP_POLICY"  # a routing policy with its settings; unset: SGLang keeps its own
 
 _logger = logging.getLogger(__name__)
@@ -21,6 +22,8 @@ def register() -> None:
             plug-in and serves without it.
     """
     given = {name: os.environ[name] for name in (ORDER, PLACEMENT, DP_POLICY) if os.environ.get(name)}
+    if os.environ.get(BE_PRIORITY) and ORDER not in given:
+        raise SystemExit(f"moestro-sglang: {BE_PRIORITY} is read by an order policy: set {ORDER} too, or unset it")
     if not given:
         return
     from moestro.errors import MoestroError  # noqa: PLC0415

@@ -57,11 +57,15 @@ class RankChoice:
         text: Routing policy, `NAME` or `NAME:SETTING=VALUE,...`.
         num_ranks: Data-parallel ranks.
 
+    Attributes:
+        is_failing: Whether the last report could not be read, as the caller notes.
+
     Raises:
         ConfigError: The policy cannot be used; the text says why.
     """
 
     def __init__(self, text: str, num_ranks: int) -> None:
+        self.is_failing = False
         remedy = "SGLang's ranks report no others"
         policy = policy_from(text, inputs=RouteInputs(figures=_FIGURES, remedy=remedy))
         self._router = Router(policy, RouterSettings(block_size=BLOCK_TOKENS, fresh_ns=_FRESH_NS))

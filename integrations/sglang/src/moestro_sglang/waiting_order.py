@@ -10,7 +10,7 @@ Nothing here needs SGLang: a request is any object with the attributes of `Sglan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sized
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,9 +54,13 @@ class WaitingOrder:
     Args:
         order: Orders the rows.
         num_cached: Returns how many of a request's first tokens the prefix cache holds, for a policy that reads it.
+
+    Attributes:
+        is_failing: Whether the last sort failed, as the caller notes.
     """
 
     def __init__(self, order: HostOrder, num_cached: Callable[[Any], int] | None = None) -> None:
+        self.is_failing = False
         self._order = order
         self._num_cached = num_cached
         self._now_ns = 0  # the latest arrival
@@ -110,5 +114,6 @@ class WaitingOrder:
         self._waiting = now
 
 
-def _fields(request: SglangRequest) -> dict[str, Any]:
-    return getattr(request.sampling_params, "custom_params", None) or {}
+def _fields(request: SglangRequest) -> Mapping[str, Any]:
+    found = getattr(request.sampling_params, "custom_params", None)
+    return found if isinstance(found, Mapping) else {}  # clients may send anything

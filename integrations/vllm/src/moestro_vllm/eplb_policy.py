@@ -11,7 +11,7 @@ from vllm.distributed.eplb import policy as eplb
 from vllm.distributed.eplb.eplb_state import EplbState
 
 from moestro.placement.hosted import HostLoad, HostSizes
-from moestro_vllm.interface import EPLB_KEY
+from moestro_vllm.interface import EPLB_ARGUMENTS, EPLB_KEY
 from moestro_vllm.rebalancing import Rebalancing, StartFile
 from moestro_vllm.stall_alarm import StallAlarm
 
@@ -43,7 +43,7 @@ def policy_class(rebalancing: Rebalancing, own: type[Any]) -> type[eplb.Abstract
         is_moestro = True
 
         @classmethod
-        def rebalance_experts(cls, weight: Any, *sizes: Any) -> Any:
+        def rebalance_experts(cls, weight: Any, *sizes: Any, **named: Any) -> Any:
             """Return int64[layers, num_replicas] on the CPU, the expert in each slot.
 
             Args:
@@ -51,9 +51,11 @@ def policy_class(rebalancing: Rebalancing, own: type[Any]) -> type[eplb.Abstract
                     49700, whose answer is a plan.
                 sizes: num_replicas, num_groups, num_nodes, num_ranks as in `HostSizes`; [layers, slots], the expert in
                     each slot now; after a context, the policy's state.
+                named: Those of the sizes that come by name.
             """
             if hasattr(weight, "load_window_cpu"):
                 return _plan(rebalancing, weight)
+            sizes += tuple(named[name] for name in EPLB_ARGUMENTS[1 + len(sizes) :] if name in named)
             old = sizes[4] if len(sizes) > 4 else None
             placed = rebalancing.place(
                 HostLoad.of_sum(weight.double().cpu().numpy(), rebalancing.window_size),
@@ -96,10 +98,12 @@ def _watched(step: Callable[..., None], alarm: StallAlarm) -> Callable[..., None
     @functools.wraps(step)
     def watched(state: Any, *args: Any, **kwargs: Any) -> None:
         step(state, *args, **kwargs)
-        worker = state.async_worker
-        alarm.observe(
-            is_moving=any(model.rebalanced for model in state.model_states.values()),
-            is_worker_gone=worker is not None and not worker.is_alive(),
-        )
+        try:
+            worker = state.async_worker
+            is_moving = any(model.rebalanced for model in state.model_states.values())
+        except AttributeError as error:  # an alarm is no reason to end the engine
+            alarm.give_up(f"this vLLM does not show whether experts move: {error}")
+            return
+        alarm.observe(is_moving=is_moving, is_worker_gone=worker is not None and not worker.is_alive())
 
     return watched

@@ -91,11 +91,14 @@ def check_eplb_interface() -> None:
     if EPLB_KEY not in policies:
         raise _moved(f"{_EPLB}.EPLB_POLICIES", f"has no {EPLB_KEY!r}, only {sorted(policies)}")
     policy = _named(_EPLB, "AbstractEplbPolicy")
+    found: tuple[str, ...] = ("context",)
     if not hasattr(policy, "plan_rebalance"):
         function = getattr(policy, "rebalance_experts", None)
         found = tuple(inspect.signature(function).parameters) if function is not None else ()
         if found != EPLB_ARGUMENTS and "context" not in found:
             raise _moved(f"{_EPLB}.AbstractEplbPolicy.rebalance_experts", f"takes {found}")
+    if "context" in found:
+        _named(_EPLB, "EplbPlan")  # the answer to a context
     state = _named(_EPLB_STATE, "EplbState")
     missing = [name for name in EPLB_STATE_METHODS if not callable(getattr(state, name, None))]
     if missing:

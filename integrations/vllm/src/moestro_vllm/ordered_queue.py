@@ -5,6 +5,7 @@ Nothing here needs vLLM: a request is any object with the attributes of `QueuedR
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -14,6 +15,8 @@ from moestro.core.clock import FOREVER_NS, NS_PER_S
 from moestro.core.views import Admitted, Left
 from moestro.engine.hosted_order import HostOrder, user_of
 from moestro.engine.waiting import WAITING_COLUMNS
+
+_logger = logging.getLogger(f"vllm.{__name__}")  # vLLM's handlers print the loggers below "vllm"
 
 
 class QueuedRequest(Protocol):
@@ -71,6 +74,7 @@ class OrderedQueue:
         # The order holds in [_from_ns, _until_ns) until something but time changes it.
         self._from_ns = self._until_ns = 0
         self._shown: Any = None
+        self._is_failing = False  # whether the last look raised, which is logged once
 
     # --- vLLM's RequestQueue ------------------------------------------------------------------------------------------
 
@@ -199,12 +203,17 @@ class OrderedQueue:
         if len(rows) == 1:
             self._order, self._from_ns, self._until_ns = rows.tolist(), now_ns, FOREVER_NS
             return
-        look_up = self._num_cached
-        view = self._ordering.view(
-            self._rows.take(rows), None if look_up is None else lambda i: look_up(self._requests[rows[i]])
-        )
-        self._order = rows[self._ordering.order(view, now_ns)].tolist()
-        self._from_ns, self._until_ns = now_ns, self.policy.next_change_ns(view, now_ns)
+        taken, look_up = self._rows.take(rows), self._num_cached
+        try:
+            view = self._ordering.view(taken, None if look_up is None else lambda i: look_up(self._requests[rows[i]]))
+            order, self._until_ns = self._ordering.order(view, now_ns), self.policy.next_change_ns(view, now_ns)
+            self._is_failing = False
+        except Exception:  # it would end the engine
+            if not self._is_failing:
+                _logger.exception("Moestro cannot order the waiting requests; they are served by arrival until it can")
+            order, self._until_ns = np.argsort(taken["arrival_ns"], kind="stable"), now_ns
+            self._is_failing = True
+        self._order, self._from_ns = rows[order].tolist(), now_ns
 
     def _compact(self) -> None:
         """Drop the rows of requests that are gone, and double the space when more than half of the rows are alive."""

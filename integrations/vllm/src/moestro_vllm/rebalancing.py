@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,12 +23,16 @@ from moestro.placement.hosted import (
     planner_from,
     rows_with_experts,
 )
+from moestro.workload.experts.expert_profile import read_profile_file
 from moestro_vllm.plugin import START_FILE
 from moestro_vllm.stall_alarm import StallAlarm
 
 PREFIX = "MOESTRO_VLLM_"
 # vLLM's own defaults of `--eplb-config`, which it does not pass to a policy.
 WINDOW_SIZE, STEP_INTERVAL, STALL_S = 1000, 3000, 30
+
+
+_logger = logging.getLogger(f"vllm.{__name__}")  # vLLM's handlers print the loggers below "vllm"
 
 
 class _Map(msgspec.Struct):
@@ -46,6 +51,7 @@ class StartFile:
         rows: int64[layers of the file, slots], expert in each slot.
         expert_layers: Numbers of the layers with experts in the network.
         num_model_layers: Layers of the network.
+        network: Its name, for messages.
         is_due: Whether the first rearrangement is still to come.
     """
 
@@ -53,6 +59,7 @@ class StartFile:
     rows: Int64s
     expert_layers: tuple[int, ...]
     num_model_layers: int
+    network: str
     is_due: bool = field(default=True)
 
     def shared_row(self, num_experts: int, num_redundant: int) -> list[int] | None:
@@ -78,14 +85,17 @@ class StartFile:
         rows = self.rows[list(self.expert_layers)] if has_dense else self.rows
         return rows[0].tolist() if (rows == rows[0]).all() else None
 
-    def take(self, num_layers: int) -> Int64s:
-        """Return the rows of the layers with experts, once.
-
-        Raises:
-            ValueError: The file has other layers.
-        """
+    def take(self, num_layers: int) -> Int64s | None:
+        """Return the rows of the layers with experts, once; None where the file has other layers, which is logged."""
         self.is_due = False
-        return rows_with_experts(self.rows, num_layers, self.expert_layers, self.num_model_layers)
+        try:
+            return rows_with_experts(self.rows, num_layers, self.expert_layers, self.num_model_layers)
+        except ValueError as error:
+            _logger.error(
+                "%s=%s is not installed: %s; %s is %s, and must name the network of both",
+                START_FILE, self.name, error, f"{PREFIX}NETWORK", self.network,
+            )  # fmt: skip
+            return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,7 +130,7 @@ class Rebalancing:
     def _place(self, load: HostLoad, sizes: HostSizes, old: Int64s | None, own: Callable[[], Int64s]) -> Int64s:
         if self.start is not None and self.start.is_due and load.tokens.any():
             rows = self.start.take(len(load.tokens))
-            if rows.shape[1] == sizes.num_slots:
+            if rows is not None and rows.shape[1] == sizes.num_slots:
                 return rows
         if self.planner is None:
             return own()
@@ -137,7 +147,7 @@ def rebalancing_from(environment: Mapping[str, str]) -> Rebalancing:
     variables = HostVariables(PREFIX, environment)
     policy, file = variables.get("PLACEMENT"), variables.get("START_FILE")
     return Rebalancing(
-        planner=planner_from(policy, variables) if policy else None,
+        planner=planner_from(policy, variables, read_profile_file) if policy else None,
         start=_start_file(Path(file), variables) if file else None,
         alarm=StallAlarm(float(variables.whole("STALL_S", STALL_S))),
         window_size=variables.whole("WINDOW_SIZE", WINDOW_SIZE),
@@ -153,4 +163,4 @@ def _start_file(path: Path, variables: HostVariables) -> StartFile:
     if not rows or not rows[0] or any(len(row) != len(rows[0]) for row in rows):
         raise ConfigError(f"{START_FILE}={path}: physical_to_logical_map must have equally long rows, one a layer")
     network = read_network(variables.get("NETWORK", PRICE_DEFAULTS["NETWORK"]))
-    return StartFile(str(path), np.array(rows, np.int64), network.expert_layers, network.num_layers)
+    return StartFile(str(path), np.array(rows, np.int64), network.expert_layers, network.num_layers, network.name)

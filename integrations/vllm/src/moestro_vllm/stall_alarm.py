@@ -30,6 +30,7 @@ class StallAlarm:
     now_s: Callable[[], float] = time.monotonic
     _since_s: float | None = field(default=None, init=False)
     _is_reported: bool = field(default=False, init=False)
+    _is_gone_reported: bool = field(default=False, init=False)
 
     @contextlib.contextmanager
     def during(self, what: str) -> Iterator[None]:
@@ -53,23 +54,27 @@ class StallAlarm:
             is_moving: Whether experts of a placement are still to be moved.
             is_worker_gone: Whether the thread that moves them has ended.
         """
-        now_s = self.now_s()
-        if is_moving and self._since_s is None:
-            self._since_s = now_s
-        elif not is_moving and not is_worker_gone:
+        if is_worker_gone:
+            if not self._is_gone_reported:
+                self._is_gone_reported = True
+                self.report(
+                    "the thread that moves experts has ended: experts stay where they are until the server restarts"
+                )
+            return
+        if not is_moving:
             self._since_s, self._is_reported = None, False
             return
-        if self._is_reported:
-            return
-        if is_worker_gone:
-            self._report_once(
-                "the thread that moves experts has ended: experts stay where they are until the server restarts"
-            )
-        elif self._since_s is not None and now_s - self._since_s > self.limit_s:
-            self._report_once(
+        now_s = self.now_s()
+        if self._since_s is None:
+            self._since_s = now_s
+        if not self._is_reported and now_s - self._since_s > self.limit_s:
+            self._is_reported = True
+            self.report(
                 f"experts have been moving for {now_s - self._since_s:.0f} s: vLLM makes no new placement meanwhile"
             )
 
-    def _report_once(self, text: str) -> None:
-        self._is_reported = True
-        self.report(text)
+    def give_up(self, why: str) -> None:
+        """Report once that moves cannot be watched."""
+        if not self._is_gone_reported:
+            self._is_gone_reported = True
+            self.report(f"no alarm watches the moves of experts: {why}")

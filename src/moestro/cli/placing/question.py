@@ -36,6 +36,7 @@ from moestro.cost.settings import link_within, read_network
 from moestro.errors import ConfigError
 from moestro.files.text_files import read_text, text_of
 from moestro.placement.contract import Devices, PlacementError, PlacePrices, PlaceView, even_devices, place_prices
+from moestro.placement.payback import Rows
 from moestro.placement.placement_file import PlacementFile, table_of_contents, table_of_slots
 from moestro.placement.search.filling import PresentCopies, fill_empty
 from moestro.workload.experts.expert_profile import ExpertProfile
@@ -130,11 +131,11 @@ def _by_layer(table: ExpertTable, devices: Devices) -> NDArray[np.int64]:
     return np.swapaxes(table.logical_of[live, :, : sizes[0]], 0, 1).astype(np.int64)
 
 
-def table_of_rows(rows: Ints, table: ExpertTable, devices: Devices) -> ExpertTable:
+def table_of_rows(rows: Rows, table: ExpertTable, devices: Devices) -> ExpertTable:
     """Return the placement that an engine has after it loads `rows`: it divides tokens evenly among all copies.
 
     Args:
-        rows: int32[layers, slots], experts in the slots of all live devices end to end.
+        rows: int[layers, slots], experts in the slots of all live devices end to end.
         table: Placement of the policy, of which the version stays.
         devices: The devices.
     """

@@ -32,9 +32,10 @@ from moestro.core.experts.expert_table import ExpertTable
 from moestro.errors import ConfigError, MoestroError
 from moestro.placement.contract import PLACE_POLICIES, PlacementError, PlaceView, check_answer
 from moestro.placement.kernel.choice import end_search
-from moestro.placement.payback import Payback, live_table, payback
+from moestro.placement.payback import STAY, Payback, cheapest_rows, live_table, payback, peer_tables
 from moestro.placement.placement_file import VERSION, PlacementFile, figures
 from moestro.placement.score import PlaceScore, share_moved
+from moestro.placement.search.filling import PresentCopies
 from moestro.workload.experts.expert_profile import CREATED_BY, write_profile
 from moestro.workload.progress import progress, progress_bar
 
@@ -76,8 +77,8 @@ def ask(policy: str, view: PlaceView, *, fills_slots: bool = False, mixes_source
         view: What it sees.
         fills_slots: Whether the placement is for an engine that has an expert in every slot and divides tokens evenly
             among copies. Then leaving a slot empty saves nothing, so the policy plans twice: without a price for
-            reading an expert, and with it. Empty slots are filled afterwards, within the limits, and of the two
-            placements the one with the shorter step, moves included, is the answer.
+            reading an expert, and with it. Empty slots are filled afterwards, within the limits. Of these placements
+            and those of the policy's peers, the one with the shortest step, moves included, is the answer.
         mixes_sources: Whether the policy sees the mean of all sources. The answer is priced with each source's tokens.
 
     Raises:
@@ -98,24 +99,34 @@ def ask(policy: str, view: PlaceView, *, fills_slots: bool = False, mixes_source
         seen = replace(view, limits=limits, fills_slots=True)
     if mixes_sources:
         seen = replace(seen, load=mean_sources(seen.load))
+    views = [seen]
+    if present is not None and view.prices.expert_s > 0:
+        views.append(replace(seen, prices=replace(view.prices, expert_s=0.0)))
     try:
-        tables = [decide(seen)]
-        if present is not None and view.prices.expert_s > 0:
-            tables.append(decide(replace(seen, prices=replace(view.prices, expert_s=0.0))))
-        for table in tables:
-            check_answer(view, table)
+        tables = [check_answer(view, decide(each)) for each in views]
     except MoestroError:
         raise
     except Exception as error:  # a policy of a user's file may raise anything
         raise PlacementError(f"policy {policy} found no placement: {type(error).__name__}: {error}") from error
-    if present is None:
-        return PlaceAnswer(policy=policy, table=tables[0], change=payback(view, tables[0]))
-    answers = []
-    for table in tables:
-        rows = filled_slots(table, view.devices, view.load.total, present)
-        filled = table_of_rows(rows, table, view.devices)
-        answers.append(PlaceAnswer(policy=policy, table=filled, change=payback(view, filled), rows=rows))
-    return min(answers, key=lambda each: each.change.after.step_s + each.change.move_s / view.limits.horizon_steps)
+    table, rows = tables[0], None
+    if present is not None:
+        rows = _filled(view, tables, [peer_tables(decide, each) for each in views], present)
+        table = table_of_rows(rows, table, view.devices)
+    return PlaceAnswer(policy=policy, table=table, change=payback(view, table), rows=rows)
+
+
+def _filled(
+    view: PlaceView, tables: list[ExpertTable], peers: list[dict[str, ExpertTable]], present: PresentCopies
+) -> Ints:
+    """Return the best placement once all slots are filled, of a policy's own and those of its peers."""
+
+    def fill(table: ExpertTable) -> Ints:
+        return filled_slots(table, view.devices, view.load.total, present)
+
+    found = [fill(table) for table in (*tables, *(table for each in peers for table in each.values()))]
+    kept = fill(peers[0][STAY]) if STAY in peers[0] else None
+    best = cheapest_rows(view, found, lambda rows: table_of_rows(rows, tables[0], view.devices), kept)
+    return best.astype(np.int32)
 
 
 def ask_all(

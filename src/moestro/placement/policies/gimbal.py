@@ -329,6 +329,7 @@ class GimbalMilpPlacement:
 
     needs_pairs: ClassVar[bool] = True
     has_payback_gate: ClassVar[bool] = False
+    reads_clock: ClassVar[bool] = True  # a search that takes too long fails, on one machine and not on another
 
     alpha: float = 1.0
     beta: float = 1.0

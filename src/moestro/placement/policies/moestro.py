@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +99,9 @@ class MoestroPlacement:
     Raises:
         ConfigError: A setting is out of range.
     """
+
+    # Filling empty slots moves copies and levels devices otherwise than the search, so peers are candidates again.
+    filled_peers: ClassVar[tuple[str, ...]] = ("static", "eplb", "eplb:hierarchy=never", "gimbal_v2")
 
     target: float = 0.999
     slack: float = 0.01

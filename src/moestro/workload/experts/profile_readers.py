@@ -312,7 +312,7 @@ def _objects(path: Path) -> list[dict[str, Any]]:
 def _counts(path: Path, found: object) -> NDArray[Any]:
     try:
         return np.array(found, np.float64)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"{path}: logical_count is no array of numbers: {error}") from None
 
 

@@ -196,11 +196,14 @@ def profile_of_dumps(dumps: Sequence[SglangDump], choices_per_step: float) -> Ex
 
 def _of_counts(dumps: Sequence[SglangDump], choices_per_step: float) -> ExpertProfile:
     windows = [np.asarray(dump.fields["logical_count"]) for dump in dumps]
-    if len({window.shape[-2:] for window in windows}) > 1 or {window.ndim for window in windows} - {2, 3}:
+    if len({(window.ndim, window.shape[-2:]) for window in windows}) > 1 or windows[0].ndim not in (2, 3):
         shapes = ", ".join(f"{dump.path}: {list(window.shape)}" for dump, window in zip(dumps, windows, strict=True))
         raise ConfigError(f"logical_count must be [layers, experts] or [steps, layers, experts], alike; got {shapes}")
-    if any(not np.isfinite(window).all() or (window < 0).any() for window in windows):
-        raise ConfigError(f"{dumps[0].path}: logical_count has figures that are negative or not finite")
+    for dump, window in zip(dumps, windows, strict=True):
+        with np.errstate(over="ignore"):  # the sum of figures that are too large is infinite
+            total = window.sum(dtype=np.float64)
+        if (window < 0).any() or not np.isfinite(total):
+            raise ConfigError(f"{dump.path}: logical_count has figures that are negative, too large or not finite")
     num_layers = windows[0].shape[-2]
     every = tuple(range(num_layers))
     if windows[0].ndim == 2:
