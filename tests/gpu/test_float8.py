@@ -19,7 +19,7 @@ from support.quantized_checkpoints import fp8_twins
 
 from moestro.model import load
 from moestro.model.device import open_device
-from moestro.model.experts.expert_open import read_experts
+from moestro.model.experts.expert_open import ExpertReader
 from moestro.model.experts.expert_slots import from_bytes, num_expert_bytes, read_expert, to_bytes, write_expert
 from moestro.model.tensors import FLOAT8, Float8Linear, ScaleBlock
 
@@ -162,7 +162,7 @@ def test_experts_move_with_their_scales(tmp_path):
     moved = to_bytes(read_expert(source, 5))
     assert len(moved) == num_expert_bytes(source) == whole.bytes_per_expert
     write_expert(target, 1, 5, from_bytes(target, moved))
-    [from_file] = read_experts(settings, 0, [3], whole.device)
+    [from_file] = ExpertReader(settings, whole.device).read(0, [3])
     write_expert(target, 0, 3, from_file)
     for slot, expert in ((0, 3), (1, 5)):
         for mine, theirs in zip(read_expert(target, slot), read_expert(source, expert), strict=True):

@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from support.expert_tables import scatter
 from support.quantized_checkpoints import fp8_twins, mxfp4_twins
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel
 
 from moestro.core.experts.expert_table import EMPTY
 from moestro.errors import UnsupportedModelError
-from moestro.model.experts.expert_open import TorchSlots, read_experts
+from moestro.model.experts.expert_open import ExpertReader, TorchSlots
 from moestro.model.experts.expert_slots import read_expert
 from moestro.model.experts.routed import tag_of
 from moestro.model.network import WorkerShare
@@ -27,9 +28,9 @@ CPU = torch.device("cpu")
 
 
 def check(settings: ModelSettings) -> None:
-    network = tiny.load_settings(settings)
+    network, reader = tiny.load_settings(settings), ExpertReader(settings, CPU)
     for layer, module in network.experts:
-        found = read_experts(settings, layer, [4, 0, 5], CPU)
+        found = reader.read(layer, [4, 0, 5])
         for expert, weights in zip([4, 0, 5], found, strict=True):
             for ours, theirs in zip(weights, read_expert(module, expert), strict=True):
                 assert (ours is None) == (theirs is None)
@@ -54,6 +55,22 @@ def test_shards_without_a_dtype_in_their_config(tmp_path):
     config = json.loads((tmp_path / "shards" / "config.json").read_text())
     (tmp_path / "shards" / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "dtype"}))
     check(tiny.settings_of(tmp_path / "shards", dtype="auto"))
+
+
+def test_a_further_read_builds_one_network_and_a_layer_that_went_missing_meanwhile_is_refused(tmp_path, monkeypatch):
+    directory = tiny.save_checkpoint(tmp_path, tiny.make_config("qwen3_moe"))
+    reader = ExpertReader(tiny.settings_of(directory), CPU)
+    reader.read(0, [1])
+    built: list[object] = []
+    make = Qwen3MoeModel.__init__
+    monkeypatch.setattr(Qwen3MoeModel, "__init__", lambda self, config: (built.append(config), make(self, config))[1])
+    reader.read(1, [1])
+    assert len(built) == 1
+    tensors = load_file(directory / "model.safetensors")
+    left = {name: tensor for name, tensor in tensors.items() if ".1.mlp." not in name}
+    save_file(left, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match="layer 1 has no experts"):
+        reader.read(1, [0])
 
 
 def test_random_weights_are_drawn_again(checkpoint):
@@ -94,4 +111,4 @@ def test_a_layer_that_went_missing_is_refused(tmp_path):
     save_file(left, directory / "model.safetensors", {"format": "pt"})
     settings = tiny.settings_of(directory)
     with pytest.raises(UnsupportedModelError, match=r"lack model\.layers\.1\.mlp\.gate\.weight"):
-        read_experts(settings, 1, [0], CPU)
+        ExpertReader(settings, CPU).read(1, [0])

@@ -49,29 +49,42 @@ from moestro.model.staged.staged_device import ExpertTorchDevice
 from moestro.model.tensors import open_device_of
 
 
-def read_experts(
-    settings: ModelSettings, layer: int, experts: Sequence[int], device: torch.device
-) -> list[ExpertWeights]:
-    """Read experts of one layer, bit for bit as loading the whole network has them.
+class ExpertReader:
+    """Reads experts of a checkpoint, bit for bit as loading the whole network has them.
+
+    The first read checks the checkpoint and keeps its config, because each check builds the network without weights.
 
     Args:
         settings: those with which the network was loaded.
-        layer: a layer with experts.
-        experts: logical experts.
         device: the network's device, where random weights are drawn: their numbers depend on its kind. It decides also
             whether weights stay in float8.
-
-    Raises:
-        UnsupportedModelError: the checkpoint cannot be loaded, or lacks the layer.
     """
-    config = read_config(settings)
-    if settings.load_format == "dummy":
-        model = draw_weights(settings, config, device)
-        module = dict(find_experts(model, config.get_text_config().num_hidden_layers))[layer]
-    else:
-        choose_float8(settings, config, device)
-        _, module = read_layer(settings, config, layer, type(build_skeleton(config)))
-    return [pick_expert(module, expert) for expert in experts]
+
+    def __init__(self, settings: ModelSettings, device: torch.device) -> None:
+        self._settings, self._device = settings, device
+        self._checked: tuple[Any, type[Any]] | None = None  # config, and class of the network
+
+    def read(self, layer: int, experts: Sequence[int]) -> list[ExpertWeights]:
+        """Read experts of one layer.
+
+        Args:
+            layer: a layer with experts.
+            experts: logical experts.
+
+        Raises:
+            UnsupportedModelError: the checkpoint cannot be loaded, or lacks the layer.
+        """
+        if self._settings.load_format == "dummy":
+            config = read_config(self._settings)
+            model = draw_weights(self._settings, config, self._device)
+            module = dict(find_experts(model, config.get_text_config().num_hidden_layers))[layer]
+        else:
+            if self._checked is None:
+                config = read_config(self._settings)
+                choose_float8(self._settings, config, self._device)
+                self._checked = config, type(build_skeleton(config))
+            _, module = read_layer(self._settings, self._checked[0], layer, self._checked[1])
+        return [pick_expert(module, expert) for expert in experts]
 
 
 def read_layer(settings: ModelSettings, config: Any, layer: int, whole: type[Any]) -> tuple[Any, Any]:
@@ -248,8 +261,7 @@ class TorchSlots:
     """
 
     def __init__(self, network: Network, settings: ModelSettings) -> None:
-        self._modules, self._settings = dict(network.experts), settings
-        self._device = network.device
+        self._modules, self._reader = dict(network.experts), ExpertReader(settings, network.device)
         self.expert_bytes = network.bytes_per_expert
 
     def read(self, layer: int, experts: Sequence[int]) -> list[ExpertWeights | None]:
@@ -266,7 +278,7 @@ class TorchSlots:
         """
         num_experts = int(self._modules[layer].num_experts)
         present = [expert for expert in experts if expert < num_experts]
-        weights = dict(zip(present, read_experts(self._settings, layer, present, self._device), strict=True))
+        weights = dict(zip(present, self._reader.read(layer, present), strict=True))
         return [weights.get(expert) for expert in experts]
 
     def write(self, layer: int, slot: int, expert: int, weights: ExpertWeights | None) -> None:
