@@ -74,7 +74,7 @@ def measure_copy(pools: HostPools, num_blocks: int) -> int:
     for pairs in few:
         pools.move(BlockMoves(pairs, none))
     pools.wait()
-    block_ns = []
+    block_ns: list[float] = []
     for pairs in few:
         begun_ns = time.perf_counter_ns()
         pools.move(BlockMoves(none, pairs))
