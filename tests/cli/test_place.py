@@ -592,3 +592,22 @@ def test_counts_that_are_too_large_are_refused_by_file(tmp_path, contents, words
     (tmp_path / "counts.json").write_text(contents)
     assert place(tmp_path / "counts.json", "--devices", 2) == 2
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_layer_with_experts_but_no_load_has_a_row_for_tensorrt_llm(tmp_path, capsys):
+    """TensorRT-LLM ends where a layer with experts lacks a row; layer 0 is dense."""
+    config = {
+        "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 100, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "intermediate_size": 64, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    counts = np.random.default_rng(1).integers(1, 1000, (5, 8))
+    counts[[0, 3]] = 0
+    np.save(tmp_path / "counts.npy", counts)
+    arguments = (tmp_path / "counts.npy", "--devices", 4, "--model", tmp_path / "config.json")
+    assert place(*arguments, "--tensorrt-llm", tmp_path / "moe.yaml") == 0
+    rows = yaml.safe_load((tmp_path / "moe.yaml").read_text())["initial_global_assignments"]
+    assert list(rows) == [1, 2, 3, 4]
+    assert rows[3] == list(range(8))
+    assert re.search(r"- 1 layer of .* without a load: experts in order", capsys.readouterr().out)

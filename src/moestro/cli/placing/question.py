@@ -61,7 +61,16 @@ def write_json(flag: str, path: Path, contents: object) -> None:
     _write(flag, path, msgspec.json.encode(contents) + b"\n")
 
 
-def write_tensorrt_llm(path: Path, rows: Ints, profile: ExpertProfile, num_mtp_layers: int) -> None:
+def idle_layers(profile: ExpertProfile, network: NetworkShape) -> tuple[int, ...]:
+    """Return layers that have experts in the network, and no load in the profile; none where both differ in size."""
+    if profile.num_model_layers != network.num_layers or not _has_experts(network, profile.num_experts):
+        return ()
+    return tuple(sorted(set(network.expert_layers) - set(profile.layers)))
+
+
+def write_tensorrt_llm(
+    path: Path, rows: Ints, profile: ExpertProfile, num_mtp_layers: int, idle: tuple[int, ...] = ()
+) -> None:
     """Write the YAML of TensorRT-LLM's static load balancer.
 
     Args:
@@ -70,10 +79,12 @@ def write_tensorrt_llm(path: Path, rows: Ints, profile: ExpertProfile, num_mtp_l
         profile: Profile with the number of each layer in the network.
         num_mtp_layers: Layers for multi-token prediction, which TensorRT-LLM numbers after those of the network. No
             load of theirs is known, so they get experts in order.
+        idle: Further layers of the network without a load, which get experts in order too.
     """
     num_layers = profile.num_model_layers + num_mtp_layers
     every = all_model_layers(rows, profile.layers, num_layers, profile.num_experts)
-    assignments = {layer: every[layer] for layer in (*profile.layers, *range(profile.num_model_layers, num_layers))}
+    with_experts = sorted((*profile.layers, *idle, *range(profile.num_model_layers, num_layers)))
+    assignments = {layer: every[layer] for layer in with_experts}
     contents = {
         "num_slots": int(rows.shape[1]),
         "initial_global_assignments": assignments,

@@ -18,6 +18,7 @@ from moestro.cli.placing.question import (
     all_model_layers,
     apply_placement,
     filled_slots,
+    idle_layers,
     load_to_check,
     make_question,
     present_copies,
@@ -523,6 +524,11 @@ def _write_for_engines(console: Console, question: PlaceQuestion, rows: Ints) ->
             f" --ep-num-redundant-experts {rows.shape[1] - profile.num_experts}",
         )
     if output.tensorrt_llm is not None:
-        write_tensorrt_llm(output.tensorrt_llm, rows, profile, output.mtp_layers)
+        idle = idle_layers(profile, question.network)
+        write_tensorrt_llm(output.tensorrt_llm, rows, profile, output.mtp_layers, idle)
         hint = "" if output.mtp_layers else "; with multi-token prediction it needs rows of --mtp-layers too"
         line(console, f"written: {output.tensorrt_llm}, for moe_config.load_balancer{hint}")
+        if idle:
+            line(
+                console, f"- {_number(len(idle), 'layer')} of {question.network.name} without a load: experts in order"
+            )
