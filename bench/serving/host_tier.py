@@ -11,11 +11,12 @@ as much host memory as KV memory, and with four times as much. Longer pauses mak
 mean over time of the contexts of sessions that have begun and not ended, as a multiple of the KV memory.
 
 The simulator gets the same sessions, and a cost table that `moestro calibrate` measures of the same device with the
-same clock before the rounds. The first quarter of the requests is in no figure.
+same clock, anew for each pause. The first quarter of the requests is in no figure.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -59,7 +60,6 @@ LONGEST, MAX_SEQS, BUDGET = 800, 8, 512
 SIZES = (0, 1, 4)  # host memory over KV memory
 _HASH_KEY = hash_key("bench")
 _FIRST_TRIALS, _SMOOTHED = 9, 3  # trials of the clock's own steps: those that make its speed, and those of one time
-_WORK_PER_TRIAL = 10  # work between two trials, in trials
 _DEVICE_BLOCKS, _OWN_BLOCKS = 1024, 64  # of the device, for its calibration, and the last ones for the clock's steps
 SHAPE = SessionShape(
     like="coding agents, scaled to a small network",
@@ -86,17 +86,19 @@ class Subject:
         requests: of a round and a case.
         rate: requests a second.
         tools_s: medians of the tools' pauses, s; those of persons are 20 times as long. Each gives one case.
+        work_per_trial: work between two trials of the clock's own steps, in trials; infinite where it has none.
     """
 
     num_blocks: int
     requests: int
     rate: float
     tools_s: tuple[float, ...]
+    work_per_trial: float
 
 
 SUBJECTS = {  # pauses for live KV of some 1.3, 2.4 and 3.7 times the memory
-    "demo": Subject(num_blocks=128, requests=300, rate=6.0, tools_s=(0.5, 1.9, 4.0)),
-    "random-640m": Subject(num_blocks=64, requests=100, rate=0.3, tools_s=(8.0, 32.0, 90.0)),
+    "demo": Subject(num_blocks=128, requests=300, rate=6.0, tools_s=(0.5, 1.9, 4.0), work_per_trial=10),
+    "random-640m": Subject(num_blocks=52, requests=80, rate=0.3, tools_s=(9.0, 24.0, 92.0), work_per_trial=math.inf),
 }
 
 
@@ -114,13 +116,15 @@ class OneSpeedDevice:
     Args:
         device: computes the steps.
         limits: of the engine that uses it.
+        work_per_trial: as in `Subject`.
 
     Attributes:
         slowness: how much longer the clock's steps took, each time.
     """
 
-    def __init__(self, device: TorchDevice, limits: Limits) -> None:
+    def __init__(self, device: TorchDevice, limits: Limits, work_per_trial: float) -> None:
         self.device, self.slowness = device, [1.0]
+        self._work_per_trial = work_per_trial
         self._limits, self._rng, self._num_running = limits, np.random.default_rng(0), 0
         self._time_ns, self._used_ns, self._seen_ns, self._timed_ns = 0.0, 0, 0, 0
         first = [self._own_steps_ns() for _ in range(_FIRST_TRIALS)]
@@ -146,7 +150,7 @@ class OneSpeedDevice:
         now_ns = time.process_time_ns()
         self._time_ns += (now_ns - self._seen_ns) / statistics.mean(self.slowness[-_SMOOTHED:])
         self._seen_ns = now_ns
-        if not self._num_running and now_ns - self._timed_ns > _WORK_PER_TRIAL * self._usual_ns:
+        if not self._num_running and now_ns - self._timed_ns > self._work_per_trial * self._usual_ns:
             self.slowness.append(self._own_steps_ns() / self._usual_ns)
             self._seen_ns = self._timed_ns = time.process_time_ns()
         return round(self._time_ns)
@@ -288,18 +292,17 @@ def limits_of(info: ModelInfo) -> Limits:
 def calibrated(device: OneSpeedDevice, info: ModelInfo) -> Table:
     """Measure the cost table of the device in the time of its clock."""
     limits = replace(limits_of(info), num_blocks=info.num_blocks - _OWN_BLOCKS)
-    table, _ = measure(device, limits, Measuring(rounds=5, num_checks=1), device.clock_ns)
+    table, _ = measure(device, limits, Measuring(rounds=2, num_checks=1), device.clock_ns)
     return msgspec.structs.replace(table, device="cpu", copies=host_copies(info))
 
 
-def measured(
-    device: OneSpeedDevice, info: ModelInfo, subject: Subject, seed: int, table: Table
-) -> list[dict[str, object]]:
+def measured(device: OneSpeedDevice, info: ModelInfo, subject: Subject, seed: int) -> list[dict[str, object]]:
     """Serve a round's sessions in each case; return the measured and the simulated figures."""
     found = []
     for tool_s in subject.tools_s:
         sessions = steady_sessions(paused(tool_s), subject.requests, subject.rate, seed)
         assert sessions.rows.session is not None
+        table = calibrated(device, info)
         for size in SIZES:
             bounds = bounds_of(subject.num_blocks, size, info)
             rank = build_rank(bounds, device, host_block_ns=info.host_block_ns)
@@ -356,10 +359,10 @@ def main() -> None:
         opened, info = open_device(settings)
         assert info.num_host_blocks >= max(SIZES) * subject.num_blocks
         opened.network.finish_kernels()
-        device = OneSpeedDevice(opened, limits_of(info))
-        table, runs = calibrated(device, info), []
+        device = OneSpeedDevice(opened, limits_of(info), subject.work_per_trial)
+        runs = []
         for seed in range(args.rounds):
-            runs += measured(device, info, subject, seed, table)
+            runs += measured(device, info, subject, seed)
             cases = [summary(runs, tool_s, size) for tool_s in subject.tools_s for size in SIZES]
             found[model] = {"rounds": seed + 1, "cases": cases, "runs": runs}
             save(args.json, conditions, {"models": found})  # after each round

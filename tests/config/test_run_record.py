@@ -6,7 +6,7 @@ import subprocess
 
 import msgspec
 
-from moestro.config.run_record import commit_of, run_record
+from moestro.config.run_record import commit_of, run_record, shown_command, without_user
 
 
 def git(directory, *words):
@@ -50,6 +50,12 @@ def test_a_command_has_no_path_of_the_program(monkeypatch):
 def test_a_script_is_shown_with_its_path_in_the_checkout_and_a_key_is_hidden(monkeypatch):
     monkeypatch.setattr("sys.argv", ["bench/serving/kill.py", "--api-key", "sesame", "--api-key=sesame", "--rounds=1"])
     assert run_record("measured").command == "python bench/serving/kill.py --api-key *** --api-key=*** --rounds=1"
+
+
+def test_user_and_password_of_a_url_are_hidden():
+    command = ["moestro", "calibrate", "--server", "http://ann:s3@host:8000/v1", "--out=a@b/c.json"]
+    assert shown_command(command) == "moestro calibrate --server 'http://***@host:8000/v1' --out=a@b/c.json"
+    assert without_user("https://host/path@1") == "https://host/path@1"
 
 
 def test_the_record_names_the_loaded_libraries_and_the_machine():

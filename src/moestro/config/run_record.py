@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from moestro import __version__
 _PACKAGE = Path(__file__).parents[1]
 _LIBRARIES = ("aiohttp", "msgspec", "numpy", "torch", "transformers", "uvloop")
 _HIDDEN = "***"
+_USER = re.compile(r"(?<=://)[^/@\s]*@")  # user and password of a URL
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +76,7 @@ def run_record(kind: str, note: str = "") -> RunRecord:
 
 
 def shown_command(arguments: Sequence[str]) -> str:
-    """Format the command line for publication, without the program's directory and API keys."""
+    """Format the command line for publication, without the program's directory, API keys and users of URLs."""
     program = Path(arguments[0])
     # A script's path inside the checkout is part of the command; the directory of an installed program is not.
     is_script = program.suffix == ".py" and not program.is_absolute()
@@ -87,9 +89,14 @@ def shown_command(arguments: Sequence[str]) -> str:
         elif flag == "--api-key" and has_value:
             shown.append(f"{flag}={_HIDDEN}")
         else:
-            shown.append(shlex.quote(argument))
+            shown.append(shlex.quote(without_user(argument)))
         is_key = argument == "--api-key"
     return " ".join(shown)
+
+
+def without_user(text: str) -> str:
+    """Hide user and password of URLs in a text that is kept."""
+    return _USER.sub(f"{_HIDDEN}@", text)
 
 
 def commit_of(directory: Path) -> str:

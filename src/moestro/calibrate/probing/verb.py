@@ -33,7 +33,7 @@ from moestro.calibrate.probing.probes import (
     prompt_tokens,
 )
 from moestro.calibrate.settings import Measuring, ServerProbing
-from moestro.config.run_record import RunRecord, run_record
+from moestro.config.run_record import RunRecord, run_record, without_user
 from moestro.cost.tables import Table
 from moestro.errors import ConfigError, MoestroError
 from moestro.loadgen.client import BenchClient, Endpoint
@@ -376,9 +376,10 @@ def calibrate_server(settings: ServerProbing, measuring: Measuring, console: Con
     if endpoint.is_paced:
         conditions = msgspec.structs.replace(conditions, kind="paced")
     engines = measuring.out.with_suffix(".toml")
-    table = with_findings(found, conditions, endpoint_settings.root)
+    shown_server = without_user(endpoint_settings.root)
+    table = with_findings(found, conditions, shown_server)
     write_text("--out", measuring.out, msgspec.json.format(msgspec.json.encode(table), indent=1).decode() + "\n")
-    write_text("--out", engines, described_engine(found, measuring.out, endpoint_settings.root))
+    write_text("--out", engines, described_engine(found, measuring.out, shown_server))
     _print(console, found)
     console.print(f"Written to {measuring.out} and {engines}.", markup=False, highlight=False, soft_wrap=True)
     return CalibratedServer(found, measuring.out, engines)
