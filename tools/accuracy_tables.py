@@ -127,7 +127,9 @@ def host_memory_table() -> str:
                 f"{measured['tokens_per_s']:.1f}",
             ]
             lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    errors = [case["ttft_error"] for found in models.values() for case in found["cases"]]
+    ends = f"{min(errors):+.0%} to {max(errors):+.0%}".replace("%", " %")
+    return "\n".join([*lines, "", f"Errors of the simulated mean TTFT are {ends}."])
 
 
 def _round(ms: float) -> str:

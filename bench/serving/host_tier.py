@@ -98,7 +98,7 @@ class Subject:
 
 SUBJECTS = {  # pauses for live KV of some 1.3, 2.4 and 3.7 times the memory
     "demo": Subject(num_blocks=128, requests=300, rate=6.0, tools_s=(0.5, 1.9, 4.0), work_per_trial=10),
-    "random-640m": Subject(num_blocks=52, requests=80, rate=0.3, tools_s=(9.0, 24.0, 92.0), work_per_trial=math.inf),
+    "random-640m": Subject(num_blocks=52, requests=80, rate=0.15, tools_s=(18.0, 48.0, 184.0), work_per_trial=math.inf),
 }
 
 
