@@ -401,6 +401,16 @@ def equal_changes() -> list[str]:
     return [f"{math.ceil(max(row[0] for row in changes))}", f"{math.ceil(max(max(row[1:]) for row in changes))}"]
 
 
+def overload_p99_over_lmetric() -> list[str]:
+    """P99 TTFT of `moestro` over that of `lmetric` at overload, least and most."""
+    cases = [(load, share) for load in ("coding_agent", "tool_agent") for share in (1.1, 1.2)]
+    ours, others = (
+        [mean_of("overload", "ttft_p99_ms", load=load, share=share, policy=policy) for load, share in cases]
+        for policy in ("moestro", "lmetric")
+    )
+    return ends(one / other for one, other in zip(ours, others, strict=True))
+
+
 def preble_waits() -> list[str]:
     """TTFT mean and P99 in seconds at half load, of the published ratio, of `moestro` and of the smallest ratio."""
     policies = ("preble:balance_ratio=15", "moestro", "preble:balance_ratio=1.25")
@@ -508,6 +518,7 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
     },
     "policies.md": {
         "learning changes no mean TTFT by more than {} %, and no other figure by more than {} %.": equal_changes,
+        "here its P99 is {} to {} times that of `lmetric`": overload_p99_over_lmetric,
         "has a mean TTFT of {} s and a P99 of {} s, where `moestro` has {} and {}:": lambda: preble_waits()[:4],
         "do not help (at 1.25, {} and {} s)": lambda: preble_waits()[4:],
         "with live KV of {} times its memory:\n"

@@ -9,7 +9,7 @@ from moestro.repro.amoe.experiment import AmoeExperiment
 from moestro.repro.amoe.loads import AmoeFindings
 from moestro.repro.amoe.paper import Part
 
-_SIZE = (9.0, 6.0)
+_SIZE = (10.0, 6.0)
 
 
 def pictures(experiment: AmoeExperiment, findings: AmoeFindings) -> dict[str, Figure]:
@@ -24,12 +24,12 @@ def _picture(part: Part, findings: AmoeFindings) -> Figure:
         _draw_ends(axes, part, findings)
     else:
         _draw_curves(axes, part, findings)
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1.0))  # beside the points
     axes.grid(alpha=0.3)
     bed = part.bed
     figure.suptitle(
-        f"figure {part.figure}: {part.lengths} lengths, {bed.network} on {bed.num_gpus} {bed.gpu}, experts"
-        f" {bed.popularity}, prices of the {bed.prices}, simulated"
+        f"figure {part.figure}: {part.lengths} lengths, {bed.network} on {bed.num_gpus} {bed.gpu},\n"
+        f"experts {bed.popularity}, prices of the {bed.prices}, simulated"
     )
     return figure
 
@@ -45,7 +45,7 @@ def _draw_curves(axes: Axes, part: Part, findings: AmoeFindings) -> None:
         axes.plot([run.tokens_per_s for run in closed], [run.itl_ms for run in closed], "-", color=colour, lw=0.8)
         cells = [cell for cell in findings.cells if (cell.load, cell.system) == (part.name, system)]
         tokens, itl_ms = [cell.tokens_per_s for cell in cells], [cell.itl_ms for cell in cells]
-        axes.plot(tokens, itl_ms, "o", color=colour, label=f"{system} (bound dashed)")
+        axes.plot(tokens, itl_ms, "o", color=colour, label=f"{system}\n(bound dashed)")
         for bound in {cell.bound for cell in cells}:
             axes.axvline(bound, color=colour, linestyle="--", lw=0.8)
     axes.set(xlabel="output tokens a second", ylabel="mean ITL, ms", yscale="log", xlim=(0, None))
