@@ -58,6 +58,16 @@ def router_cpu() -> str:
     return ", ".join(f"{ours / of[peer]['cpu_us']['median']:.2f}" for peer in peers)
 
 
+def router_cpu_of_best_peer() -> list[str]:
+    """Medians of CPU time for a small body over those of sglang-router, the best peer, under two policies."""
+    of = stored("routing/router_overhead.json")["summary"]["small"]
+    peers = [name for name in of if name.split()[0] in ("smg", "sglang-router", "vllm-router")]
+    best = min(peers, key=lambda name: of[name]["cpu_us"]["median"])
+    assert best.startswith("sglang-router")
+    ours = (of[f"moestro route, {policy}"]["cpu_us"]["median"] for policy in ("least_loaded", "moestro"))
+    return [f"{us / of[best]['cpu_us']['median']:.2f}" for us in ours]
+
+
 def kills() -> str:
     ways = [stored("robustness/failures.json")["ways"][way] for way in ("expert_worker", "expert_worker_two_copies")]
     assert all(len(way["kills"]) == 100 for way in ways)
@@ -530,6 +540,7 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "So Dynamo takes {} and {} times our time with 16 engines, and {} with one": replay_ratios,
     },
     "route.md": {
+        "({} and {} of sglang-router)": router_cpu_of_best_peer,
         "| `round_robin` | {} | {} | 1 |": lambda: vllm_pair("round_robin")[:2],
         "| `lmetric` | {} | {} | {} ({} to {}) |": partial(vllm_pair, "lmetric"),
         "| `moestro` | {} | {} | {} ({} to {}) |": partial(vllm_pair, "moestro"),

@@ -100,7 +100,7 @@ def summary_table() -> str:
 
 
 def host_memory_table() -> str:
-    """What host memory saves on a CPU, measured and simulated, by model, live KV and size."""
+    """Return TTFT, hits and throughput of engines on a CPU by model, live KV and host memory."""
     models = json.loads((RESULTS.parent / "serving" / "host_tier.json").read_text())["models"]
     columns = ["model", "live KV", "host memory", "mean TTFT, ms", "simulated", "P99, ms", "simulated", "over none"]
     columns += ["simulated", "hits on the device, on the host", "tokens/s"]

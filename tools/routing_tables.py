@@ -89,7 +89,7 @@ def _queue_table(path: Path, digits: int) -> str:
 
 
 def fleet_table() -> str:
-    """What sessions see of one router and of several, one of which is killed."""
+    """Return failures, kept engines and traffic of one router and of three, one of which is killed under load."""
     stored = json.loads((RESULTS / "fleet.json").read_text())
     runs = stored["runs"]
     titles = {"one": "one router", "apart": "three without `--peer`", "shared": "three with `--peer`"}

@@ -209,18 +209,8 @@ async def _start_smg(made: Routers, python: Path, urls: list[str], logs: list[Pa
     ports = iter(_free_ports(3 * len(logs)))
     for at, log in enumerate(logs):
         port, figures, mesh = next(ports), next(ports), next(ports)
-        command = [
-            str(python),
-            "-m",
-            "smg",
-            "launch",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            "--policy",
-            "cache_aware",
-        ]
+        command = [str(python), "-m", "smg", "launch", "--policy", "cache_aware"]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
         command += ["--worker-startup-timeout-secs", "20", "--log-level", "warn", "--worker-urls", *urls]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(figures)]
         command += ["--enable-mesh", "--mesh-host", "127.0.0.1", "--mesh-port", str(mesh)]

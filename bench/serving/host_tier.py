@@ -6,9 +6,14 @@
 Agents' sessions in closed loop: the next prompt is the last one with its answer and some new tokens, after a pause of a
 tool (most) or of a person (a few). One engine in this process serves them: production rank, scheduler, host tier and
 network. Its clock is the processor time of the process; time without work is skipped, so minutes of pauses cost
-nothing, and other work on the machine changes little. A round draws new sessions, and serves them without a tier, with
-as much host memory as KV memory, and with four times as much. Longer pauses make more KV live at the same rate: the
-mean over time of the contexts of sessions that have begun and not ended, as a multiple of the KV memory.
+nothing. For the demo model the clock is corrected for the machine's speed, since other tenants of a virtual machine
+slow its memory for seconds: it times a fixed decode and a fixed chunk between steps, and divides processor time by how
+much longer they take than at the start. The 640M model waits for its weights, and the time of such trials depends on
+what the caches hold, so its clock has no correction: run it with nothing beside.
+
+A round draws new sessions, and serves them without a tier, with as much host memory as KV memory, and with four times
+as much. Longer pauses make more KV live at the same rate: the mean over time of the contexts of sessions that have
+begun and not ended, as a multiple of the KV memory.
 
 The simulator gets the same sessions, and a cost table that `moestro calibrate` measures of the same device with the
 same clock, anew for each pause. The first quarter of the requests is in no figure.
@@ -59,8 +64,8 @@ BLOCK_SIZE, VOCAB, FIRST_TOKEN = 16, 4096, 3
 LONGEST, MAX_SEQS, BUDGET = 800, 8, 512
 SIZES = (0, 1, 4)  # host memory over KV memory
 _HASH_KEY = hash_key("bench")
-_FIRST_TRIALS, _SMOOTHED = 9, 3  # trials of the clock's own steps: those that make its speed, and those of one time
-_DEVICE_BLOCKS, _OWN_BLOCKS = 1024, 64  # of the device, for its calibration, and the last ones for the clock's steps
+_FIRST_TRIALS, _SMOOTHED = 9, 3  # that set the usual time, and whose mean is the present one
+_DEVICE_BLOCKS, _TRIAL_BLOCKS = 1024, 64  # of the device, for its calibration, and the last ones for trials
 SHAPE = SessionShape(
     like="coding agents, scaled to a small network",
     single_share=0.15,
@@ -86,7 +91,7 @@ class Subject:
         requests: of a round and a case.
         rate: requests a second.
         tools_s: medians of the tools' pauses, s; those of persons are 20 times as long. Each gives one case.
-        work_per_trial: work between two trials of the clock's own steps, in trials; infinite where it has none.
+        work_per_trial: time of work after which the clock makes a trial, in trials; infinite: it makes none.
     """
 
     num_blocks: int
@@ -107,11 +112,11 @@ def paused(tool_s: float) -> SessionShape:
     return replace(SHAPE, think_s=Mixture(0.89, LogNormal(tool_s, 0.8), LogNormal(20 * tool_s, 0.8)))
 
 
-class OneSpeedDevice:
-    """A device that knows whether it computes, and a clock of the process that runs at one speed.
+class TimedDevice:
+    """A device, and a clock of processor time that is corrected for the machine's speed.
 
-    Between steps the clock times a decode and a chunk on blocks that no request has. It divides processor time by how
-    much longer they take than in the first trials, and does not count them.
+    A trial is a decode and a chunk on blocks that no request has. The clock makes trials between steps, does not count
+    their time, and divides all other processor time by how much longer they take than the first trials.
 
     Args:
         device: computes the steps.
@@ -119,7 +124,7 @@ class OneSpeedDevice:
         work_per_trial: as in `Subject`.
 
     Attributes:
-        slowness: how much longer the clock's steps took, each time.
+        slowness: time of each trial over that of the first ones.
     """
 
     def __init__(self, device: TorchDevice, limits: Limits, work_per_trial: float) -> None:
@@ -127,7 +132,7 @@ class OneSpeedDevice:
         self._work_per_trial = work_per_trial
         self._limits, self._rng, self._num_running = limits, np.random.default_rng(0), 0
         self._time_ns, self._used_ns, self._seen_ns, self._timed_ns = 0.0, 0, 0, 0
-        first = [self._own_steps_ns() for _ in range(_FIRST_TRIALS)]
+        first = [self._trial_ns() for _ in range(_FIRST_TRIALS)]
         self._usual_ns = statistics.median(first)
         self._seen_ns = self._timed_ns = time.process_time_ns()
 
@@ -146,20 +151,20 @@ class OneSpeedDevice:
         return results
 
     def clock_ns(self) -> int:
-        """Return the processor time at one speed, ns."""
+        """Return the corrected processor time, ns."""
         now_ns = time.process_time_ns()
         self._time_ns += (now_ns - self._seen_ns) / statistics.mean(self.slowness[-_SMOOTHED:])
         self._seen_ns = now_ns
         if not self._num_running and now_ns - self._timed_ns > self._work_per_trial * self._usual_ns:
-            self.slowness.append(self._own_steps_ns() / self._usual_ns)
+            self.slowness.append(self._trial_ns() / self._usual_ns)
             self._seen_ns = self._timed_ns = time.process_time_ns()
         return round(self._time_ns)
 
-    def _own_steps_ns(self) -> int:
+    def _trial_ns(self) -> int:
         begun_ns = time.process_time_ns()
         for batch in (decodes([200] * 3), chunk(48, 160)):
             item = forward(batch, self._limits, self._rng)
-            item.units.block_tables[:] += self._limits.num_blocks - _OWN_BLOCKS
+            item.units.block_tables[:] += self._limits.num_blocks - _TRIAL_BLOCKS
             self.device.launch(item, 0)
             while not self.device.poll(0):
                 pass
@@ -169,7 +174,7 @@ class OneSpeedDevice:
 class EngineClock:
     """Time of the engine while it works, and the time that was skipped while it did not."""
 
-    def __init__(self, device: OneSpeedDevice) -> None:
+    def __init__(self, device: TimedDevice) -> None:
         self._device = device
         self._skipped_ns = -device.clock_ns()
 
@@ -192,7 +197,7 @@ class ClosedLoop:
         seed: of the clients' tokens.
     """
 
-    def __init__(self, rank: Rank, device: OneSpeedDevice, sessions: Sessions, seed: int) -> None:
+    def __init__(self, rank: Rank, device: TimedDevice, sessions: Sessions, seed: int) -> None:
         self._rank, self._sessions, self._clock = rank, sessions, EngineClock(device)
         self._tokens = np.random.default_rng([seed, 1])
         self._heads = [self._tokens.integers(FIRST_TOKEN, VOCAB, LONGEST, dtype=np.int32) for _ in SHAPE.apps]
@@ -289,14 +294,14 @@ def limits_of(info: ModelInfo) -> Limits:
     )  # fmt: skip
 
 
-def calibrated(device: OneSpeedDevice, info: ModelInfo) -> Table:
+def calibrated(device: TimedDevice, info: ModelInfo) -> Table:
     """Measure the cost table of the device in the time of its clock."""
-    limits = replace(limits_of(info), num_blocks=info.num_blocks - _OWN_BLOCKS)
+    limits = replace(limits_of(info), num_blocks=info.num_blocks - _TRIAL_BLOCKS)
     table, _ = measure(device, limits, Measuring(rounds=2, num_checks=1), device.clock_ns)
     return msgspec.structs.replace(table, device="cpu", copies=host_copies(info))
 
 
-def measured(device: OneSpeedDevice, info: ModelInfo, subject: Subject, seed: int) -> list[dict[str, object]]:
+def measured(device: TimedDevice, info: ModelInfo, subject: Subject, seed: int) -> list[dict[str, object]]:
     """Serve a round's sessions in each case; return the measured and the simulated figures."""
     found = []
     for tool_s in subject.tools_s:
@@ -359,7 +364,7 @@ def main() -> None:
         opened, info = open_device(settings)
         assert info.num_host_blocks >= max(SIZES) * subject.num_blocks
         opened.network.finish_kernels()
-        device = OneSpeedDevice(opened, limits_of(info), subject.work_per_trial)
+        device = TimedDevice(opened, limits_of(info), subject.work_per_trial)
         runs = []
         for seed in range(args.rounds):
             runs += measured(device, info, subject, seed)

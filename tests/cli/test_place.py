@@ -571,7 +571,7 @@ def test_the_placement_of_a_server_is_the_present_one(tmp_path, admin_url, capsy
 
 
 def test_what_is_written_for_engines_pays_for_its_moves_or_moves_nothing(tmp_path, capsys):
-    """Of full slots, the search drops copies that cost reads; others in their place would never pay."""
+    """The search drops copies whose reads cost more than they save. To fill their slots with others never pays."""
     counts = tmp_path / "counts.npy"
     np.save(counts, np.random.default_rng(1).integers(900, 1100, (2, 16)))
     arguments = (counts, "--devices", 4, "--slots-per-device", 6, "--horizon-steps", 10, "--compare")
