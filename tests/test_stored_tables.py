@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -539,12 +540,71 @@ def preemption_with_equal_places() -> Rows:
     yield f"At 1 request/s all three have {min(at_one):.0f} to {max(at_one):.0f} ms."
 
 
+# plan.md
+
+
+def plan_estimates() -> Rows:
+    modes = dict(stored("simulator/plan_estimates.json")["summary"])
+    apart = modes.pop("async")
+    least, most = (which(mode[name] for mode in modes.values()) for which, name in ((min, "min"), (max, "max")))
+    medians = sorted(mode["median"] for mode in modes.values())
+    runs = sum(mode["runs"] for mode in modes.values())
+    yield f"Simulations are {least:.2f} to {most:.2f} times their estimates in lock-step ({runs}, medians of"
+    yield f"{medians[0]:.2f} to {medians[-1]:.2f} in each mode)"
+    yield f"and {apart['min']:.2f} to {apart['max']:.2f} times in `async`, whose busiest GPU has no pause"
+    yield f"in the estimate ({apart['runs']})"
+    [allowance] = {mode["allowance"] for mode in modes.values()}
+    yield f"if {allowance} times its estimate ({apart['allowance']} times in `async`)"
+
+
+def paced_plans() -> Rows:
+    ways = {
+        "replicas": "two replicas",
+        "ep": "`ep`",
+        "async": "`async`, attention and experts on both",
+        "async_1_1": "`async`, attention on one, experts on the other",
+    }
+    check = stored("simulator/plan_check.json")
+    assert check["wrong"] == []
+    for row in check["ways"]:
+        cells = []
+        for name, error, digits in (("tokens_per_s", "error", 0), ("itl_ms", "itl_error", 1)):
+            pair = ", ".join(f"{row[f'{side}_{name}']:,.{digits}f}" for side in ("predicted", "paced"))
+            cells.append(f"{pair} ({100 * row[error]:+.1f} %)".replace("(-", "(\u2212"))
+        yield f"| {ways[row['way']]} | {' | '.join(cells)} |"
+    yield f"late by at most {100 * max(row['lateness'] for row in check['ways']):.1f} % of an item."
+
+
+def paced_days() -> Rows:
+    rows = stored("simulator/plan_day_check.json")["rows"]
+    for load in dict.fromkeys(row["load"] for row in rows):
+        runs = [row for row in rows if row["load"] == load]
+        [engines] = {row["num_engines"] for row in runs}
+        [objective] = {row["max_ttft_ms"] for row in runs}
+        ttft, itl = (
+            (runs[0]["predicted"][name], *sorted(row["measured"][name] for row in runs))
+            for name in ("ttft_mean_ms", "tpot_mean_ms")
+        )
+        yield (
+            f"| {load} | {engines} | {objective:,.0f}, {ttft[0]:,.0f}, {ttft[1]:,.0f} to {ttft[2]:,.0f} |"
+            f" {itl[0]:.1f}, {itl[1]:.1f} to {itl[2]:.1f} |"
+        )
+    assert len(rows) == 6
+    assert all(row["objective_is_held"] for row in rows)
+    assert sum(not row["client_is_valid"] for row in rows) == 3
+    most = {name: max(abs(row["errors"][name]) for row in rows) for name in ("tpot_mean_ms", "tokens_per_s")}
+    yield f"ITL is within {100 * most['tpot_mean_ms']:.0f} % of the paced one"
+    yield f"throughput within {math.ceil(100 * most['tokens_per_s'])} %"
+    yield f"TTFT up to {-100 * min(row['errors']['ttft_mean_ms'] for row in rows):.0f} % too short"
+
+
 TABLES: dict[str, tuple[Callable[[], Rows], ...]] = {
     "README.md": (gains_in_readme, demo_preemption),
     "docs/bench.md": (
         engines, async_measured, async_paced, migration, drift, copies, real_routing, next_windows, lasting,
     ),
     "docs/modes.md": (map_of_modes, gains_of_modes),
+    "docs/plan.md": (plan_estimates, paced_plans, paced_days),
     "docs/placement.md": (sources, drift_in_short),
     "docs/policies.md": (session_pauses, unlike_engines, step_groups, overload),
     "docs/route.md": (several_routers,),

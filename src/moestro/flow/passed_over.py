@@ -35,7 +35,7 @@ class Tokens(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no token."""
+        """Whether there are no tokens."""
         return not (len(self.ids) or len(self.remote))
 
     def without(self, others: Tokens) -> Tokens:

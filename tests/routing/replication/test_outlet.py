@@ -46,3 +46,24 @@ def test_each_message_has_the_time_of_its_sending():
         sender.submit(request(f"{number}"), 0)
     assert [outlet.next_due(at).now_ns for at in (5, 9)] == [5, 9]
     assert outlet.next_due(10) is None
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_the_end_of_an_answer_takes_the_place_of_its_first_token_unless_a_message_has_told_of_it(is_told):
+    sender, receiver = router(1, "least_loaded"), router(1, "least_loaded")
+    sender.journal = Journal(RUN, lambda row: "e")
+    outlet = Outlet(sender.journal, beat_ns=MS)
+    replica = Replica(RouterRun("receiver", 1), receiver, {"e": 0}.get, rules=ReplicaRules())
+    for number in range(2):
+        sender.submit(request(f"{number}"), 0)
+    sender.first_token("0", 0)
+    messages = list(outlet.due(0)) if is_told else []
+    sender.ended("0", 0)
+    messages += outlet.due(1)
+    operations = [type(each).__name__ for message in messages for each in message.operations]
+    assert operations == ["Began", "Began", *(["Computed"] if is_told else []), "Finished"]
+    for message in messages:
+        assert replica.receive(message, MS) is None
+    assert (receiver.load_on(0), replica.counts.num_differences) == (1, 0)
+    snapshots = sender.journal.snapshot(2)
+    assert [began.is_computed for part in snapshots for began in part.flights] == [False]

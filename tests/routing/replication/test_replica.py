@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from support.routers import router
 
-from moestro.routing.replication.journal import Began, Digest, Finished, OperationBatch, RouterRun, Snapshot, Want
+from moestro.routing.replication.journal import (
+    Began,
+    Computed,
+    Digest,
+    Finished,
+    OperationBatch,
+    RouterRun,
+    Snapshot,
+    Want,
+)
 from moestro.routing.replication.replica import MAX_PEERS, Replica, ReplicaRules
 from moestro.routing.router import Router
 
@@ -97,3 +106,13 @@ def test_requests_on_unknown_engines_count_once_the_engine_is_known():
     assert load(it) == 1
     made.receive(batch(5, 2, Finished(0), now_ns=2), 4 * MS)
     assert load(it) == 0
+
+
+def test_a_computed_prompt_stays_computed_on_an_engine_that_becomes_known():
+    made, it = replica()
+    rows: dict[str, int] = {}
+    made._row_of = rows.get
+    made.receive(batch(5, 1, began(0, "far"), Computed(0), now_ns=1, flights=(0,)), MS)
+    rows["far"] = 0
+    made.engines_changed(2 * MS)
+    assert (load(it), int(it.table.num_prefilling[0])) == (1, 0)

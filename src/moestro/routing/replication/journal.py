@@ -69,7 +69,7 @@ class Computed(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
-    """Operation: a request has ended, for any reason."""
+    """Operation: a request has ended, for any reason. Its prompt counts as computed."""
 
     serial: Serial
 
@@ -237,7 +237,9 @@ class Journal:
         self._num_begun = 0
         self._serials: dict[str, int] = {}  # by request id
         self._flights: dict[int, Began] = {}
+        self._computed: set[int] = set()  # serials of those in flight whose first token has come
         self._checksum = 0
+        self._told_seq = 0  # number of the newest operation that a message has told of
 
     # --- from the router
 
@@ -256,23 +258,30 @@ class Journal:
             user=_short(request.user),
         )
         self._serials[request.request_id] = serial
-        self._flights[serial] = msgspec.structs.replace(operation, hashes=b"")
+        self._flights[serial] = msgspec.structs.replace(operation, hashes=b"") if operation.hashes else operation
         self._checksum = (self._checksum + serial) % _MODULUS
         self._add(operation)
 
     def first_token(self, request_id: str) -> None:
         """Note a computed prompt."""
         serial = self._serials.get(request_id)
-        if serial is not None and not self._flights[serial].is_computed:
-            self._flights[serial] = msgspec.structs.replace(self._flights[serial], is_computed=True)
+        if serial is not None and serial not in self._computed:
+            self._computed.add(serial)
             self._add(Computed(serial))
 
     def ended(self, request_id: str) -> None:
         """Note the end of a request; requests from before the journal are unknown."""
         serial = self._serials.pop(request_id, None)
-        if serial is not None:
-            del self._flights[serial]
-            self._checksum = (self._checksum - serial) % _MODULUS
+        if serial is None:
+            return
+        del self._flights[serial]
+        self._computed.discard(serial)
+        self._checksum = (self._checksum - serial) % _MODULUS
+        newest = self._kept[-1] if self._kept else None
+        if isinstance(newest, Computed) and newest.serial == serial and self._told_seq < self.head_seq:
+            self._kept[-1] = Finished(serial)  # its answer came in one piece
+            self.on_change()
+        else:
             self._add(Finished(serial))
 
     def engine_failed(self, engine: int) -> None:
@@ -292,6 +301,7 @@ class Journal:
 
     def batch(self, seq: int, now_ns: int) -> OperationBatch:
         """Return the operations from number `seq` on, as many as one message may have."""
+        self._told_seq = self.head_seq
         skipped = seq - (self.head_seq - len(self._kept) + 1)
         operations: list[Operation] = []
         num_bytes = 0
@@ -305,7 +315,11 @@ class Journal:
 
     def snapshot(self, now_ns: int) -> list[Snapshot]:
         """Return the requests in flight, in parts."""
-        flights = list(self._flights.values())
+        self._told_seq = self.head_seq
+        flights = [
+            msgspec.structs.replace(began, is_computed=True) if serial in self._computed else began
+            for serial, began in self._flights.items()
+        ]
         parts = [flights[at : at + MAX_OPERATIONS] for at in range(0, len(flights), MAX_OPERATIONS)] or [[]]
         last = len(parts) - 1
         return [

@@ -72,7 +72,8 @@ class PeerState:
         incarnation: number of its run.
         applied_seq: number of its last applied operation; None means that only a snapshot helps.
         flights: its requests in flight by serial.
-        checksum: sum of their serials, as in `Digest`.
+        computed: serials of those whose first token has come.
+        checksum: sum of the serials in flight, as in `Digest`.
         received_ns: time of its last message on this router's clock.
         sent_ns: time of its newest message on its own clock; None before the first.
         is_silent: whether its requests stopped counting.
@@ -85,6 +86,7 @@ class PeerState:
     received_ns: int
     applied_seq: int | None = 0
     flights: dict[int, Began] = field(default_factory=dict)
+    computed: set[int] = field(default_factory=set)
     checksum: int = 0
     sent_ns: int | None = None
     is_silent: bool = False
@@ -165,8 +167,11 @@ class Replica:
     def engines_changed(self, now_ns: int) -> None:
         """Count the requests on engines that this router has got since."""
         for name, peer in self._peers.items():
-            for began in peer.flights.values():
-                self._count(_key(name, peer, began.serial), began, now_ns)
+            for serial, began in peer.flights.items():
+                key = _key(name, peer, serial)
+                self._count(key, began, b"", now_ns)
+                if serial in peer.computed:
+                    self._router.first_token_elsewhere(key, now_ns)
 
     # --- inside
 
@@ -264,12 +269,13 @@ class Replica:
         if began.serial in peer.flights:
             return
         age_ns = max(0, sent_ns - began.at_ns)  # clocks of machines differ, so only ages cross
-        began = msgspec.structs.replace(began, at_ns=now_ns - age_ns)
-        peer.flights[began.serial] = msgspec.structs.replace(began, hashes=b"")
+        hashes = began.hashes
+        began = msgspec.structs.replace(began, at_ns=now_ns - age_ns, hashes=b"")
+        peer.flights[began.serial] = began
         peer.checksum = (peer.checksum + began.serial) % _MODULUS
-        self._count(_key(name, peer, began.serial), began, now_ns)
+        self._count(_key(name, peer, began.serial), began, hashes, now_ns)
 
-    def _count(self, key: str, began: Began, now_ns: int) -> None:
+    def _count(self, key: str, began: Began, hashes: bytes, now_ns: int) -> None:
         row = self._row_of(began.engine)
         if row is None or self._router.counts_elsewhere(key):
             return
@@ -277,22 +283,20 @@ class Replica:
             submit_ns=began.at_ns,
             num_known_tokens=began.num_known_tokens,
             num_prefill_tokens=began.num_prefill_tokens,
-            block_hashes=began.hashes,
+            block_hashes=hashes,
             session_id=began.session_id,
             user=began.user,
         )
         self._router.began_elsewhere(key, row, request, now_ns)
-        if began.is_computed:
-            self._router.first_token_elsewhere(key, now_ns)
 
     def _compute(self, name: str, peer: PeerState, serial: int, now_ns: int) -> None:
-        began = peer.flights.get(serial)
-        if began is not None:
-            peer.flights[serial] = msgspec.structs.replace(began, is_computed=True)
+        if serial in peer.flights:
+            peer.computed.add(serial)
             self._router.first_token_elsewhere(_key(name, peer, serial), now_ns)
 
     def _end(self, name: str, peer: PeerState, serial: int, now_ns: int) -> None:
         if peer.flights.pop(serial, None) is not None:
+            peer.computed.discard(serial)
             peer.checksum = (peer.checksum - serial) % _MODULUS
             self._router.ended_elsewhere(_key(name, peer, serial), now_ns)
 
