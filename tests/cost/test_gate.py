@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moestro.core.work import request_key
-from moestro.cost.gate import AheadGate, CellIndex, DecodeChoices, PopularityGate, RecordedGate
+from moestro.cost.gate import (
+    AheadGate,
+    CellIndex,
+    DecodeChoices,
+    PopularityGate,
+    RecordedGate,
+    gate_kernel,
+    gate_search,
+    without_kernel,
+)
 from moestro.cost.model import AMOE_RATE, PopularityForm, exponential_popularity, zipf_popularity
 
 
@@ -36,6 +45,47 @@ def test_counts_are_those_of_the_choices(num_experts, num_chosen, hot_ids):
     chosen = [gate.choose(keys, layer) for layer in range(2, 9)]
     assert np.array_equal(counted, [np.bincount(each.ravel(), minlength=num_experts) for each in chosen])
     assert all((np.diff(each, axis=1) > 0).all() for each in chosen)
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    if gate_search().wait(60) is None:
+        pytest.skip(f"no gate kernel: {gate_search().failure}")
+    return gate_kernel()
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 40)),
+    num_tokens=st.sampled_from([1, 31, 32, 33, 200]),
+    skew=st.sampled_from([0.0, 1.0, 12.0]),
+    data=st.data(),
+)
+def test_compiled_draws_are_those_of_numpy(kernel, sizes, num_tokens, skew, data):
+    num_domains, num_layers, num_experts = sizes
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 20)))
+    popularity = rng.random(sizes) ** skew + 1e-12
+    num_chosen = data.draw(st.integers(1, num_experts))
+    popularity[..., rng.permutation(num_experts)[num_chosen:]] *= rng.random() < 0.5  # some are never chosen
+    gate = PopularityGate(popularity / popularity.sum(axis=-1, keepdims=True), num_chosen, int(rng.integers(1 << 30)))
+    keys = rng.integers(0, 1 << 56, num_tokens, np.uint64) + (rng.integers(num_domains, size=num_tokens) << 56).astype(
+        np.uint64
+    )
+    first = data.draw(st.integers(0, num_layers - 1))
+    layers = range(first, num_layers)
+    found = gate.choose_layers(keys, layers), gate.count(keys[::2], layers)
+    with without_kernel():
+        assert gate_kernel() is None
+        expected = gate.choose_layers(keys, layers), gate.count(keys[::2], layers)
+    for each, other in zip(found, expected, strict=True):
+        assert each.dtype == other.dtype
+        assert np.array_equal(each, other)
+
+
+def test_the_kernel_gets_no_layer_and_no_domain_that_the_gate_lacks(kernel):
+    gate = PopularityGate(np.full((2, 3, 4), 0.25), 2)
+    for keys, layers in ((tokens(2), range(2, 4)), (tokens(2), range(-1, 1)), (tokens(2, domain=2), range(1))):
+        with pytest.raises(IndexError):
+            gate.count(keys, layers)
 
 
 def test_experts_are_visited_as_often_as_they_are_popular():

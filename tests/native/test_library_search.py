@@ -320,6 +320,7 @@ print(*(source.prebuilt.relative_to({str(tmp_path)!r}) for source in module.LIBR
         "src/moestro/model/kernels/prebuilt",
         "src/moestro/placement/kernel/prebuilt",
         "src/moestro/routing/kernel/prebuilt",
+        "src/moestro/cost/gate_kernel/prebuilt",
     ]
     ignored = (ROOT / ".gitignore").read_text().splitlines()
     for source, prebuilt in zip(LIBRARIES, named, strict=True):

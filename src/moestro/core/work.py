@@ -427,6 +427,7 @@ Keys = NDArray[np.uint64]
 
 _POSITION_BITS, _REQUEST_BITS, _DOMAIN_BITS = 24, 32, 8
 MAX_DOMAINS = 1 << _DOMAIN_BITS
+DOMAIN_SHIFT = _REQUEST_BITS + _POSITION_BITS  # a key's bits below those of its domain
 
 
 def request_key(number: int, domain: int = 0) -> int:
@@ -472,7 +473,7 @@ def token_keys(request_keys: Keys, start: NDArray[np.int32], num_tokens: NDArray
 
 def domains_of(keys: Keys) -> NDArray[np.int64]:
     """int64[n], source domain of each token."""
-    domains: NDArray[np.int64] = (keys >> np.uint64(_REQUEST_BITS + _POSITION_BITS)).astype(np.int64)
+    domains: NDArray[np.int64] = (keys >> np.uint64(DOMAIN_SHIFT)).astype(np.int64)
     return domains
 
 

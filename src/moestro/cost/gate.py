@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -10,7 +16,9 @@ from numpy.typing import NDArray
 
 from moestro.core.rng import mix64
 from moestro.core.views import true_rows
-from moestro.core.work import Int32s, Keys, Slots, domains_of, positions_of, requests_of
+from moestro.core.work import DOMAIN_SHIFT, Int32s, Keys, Slots, domains_of, positions_of, requests_of
+from moestro.native.compiler import GATE_KERNEL, PLAIN
+from moestro.native.library_search import INT, POINTER, LibrarySearch, load_functions
 
 Floats = NDArray[np.float64]
 Int64s = NDArray[np.int64]
@@ -37,6 +45,59 @@ class Gate(Protocol):
     def count(self, tokens: Keys, layers: range) -> Int64s:
         """int64[len(layers), num_experts], tokens that visit each expert."""
         ...
+
+
+class _GateStruct(ctypes.Structure):
+    _fields_ = [
+        *((name, INT) for name in ("num_domains", "num_layers", "num_experts", "num_chosen")),
+        *((name, POINTER) for name in ("length", "start", "end", "row_length", "first_of_piece")),
+        *((name, INT) for name in ("piece_shift", "domain_shift")),
+        ("seed", ctypes.c_uint64),
+    ]
+
+
+class GateKernel:
+    """The compiled draws of a `PopularityGate`.
+
+    Args:
+        path: the compiled file.
+
+    Raises:
+        OSError: the file is no library of the kernel.
+    """
+
+    def __init__(self, path: Path) -> None:
+        arguments = (POINTER, POINTER, INT, INT, INT, POINTER)
+        functions = load_functions(path, {"choose": arguments, "count": arguments})
+        self.choose, self.count = functions["choose"], functions["count"]
+
+
+@lru_cache(maxsize=1)
+def _search_in(_process: int) -> LibrarySearch[GateKernel]:
+    return LibrarySearch(GATE_KERNEL, PLAIN, GateKernel)
+
+
+_is_left_out = ContextVar("is_left_out", default=False)
+
+
+def gate_search() -> LibrarySearch[GateKernel]:
+    """Return the search for the kernel of this process, which begins with the first call."""
+    return _search_in(os.getpid())
+
+
+def gate_kernel() -> GateKernel | None:
+    """Return the compiled draws. None means that NumPy makes them: they are absent, or are still being compiled."""
+    return None if _is_left_out.get() else gate_search().look()
+
+
+@contextmanager
+def without_kernel() -> Iterator[None]:
+    """Let NumPy draw in the block, in this thread."""
+    token = _is_left_out.set(True)
+    try:
+        yield
+    finally:
+        _is_left_out.reset(token)
 
 
 class PopularityGate:
@@ -87,6 +148,10 @@ class PopularityGate:
 
     def choose_layers(self, tokens: Keys, layers: range) -> Int32s:
         """int32[tokens, len(layers), num_chosen], `choose` of each of consecutive layers."""
+        if (kernel := gate_kernel()) is not None:
+            found = np.empty((len(tokens), len(layers), self.num_chosen), np.int32)
+            kernel.choose(*self._arguments(tokens, layers), found.ctypes.data)
+            return found
         numbers = np.arange(layers.start, layers.stop)[:, None]
         row = self._rows(tokens, numbers)
         chosen = np.empty((len(tokens), len(layers), self.num_chosen), np.int32)
@@ -106,6 +171,9 @@ class PopularityGate:
         """
         num_experts = self._num_experts
         counts = np.zeros((len(layers), num_experts), np.int64)
+        if (kernel := gate_kernel()) is not None:
+            kernel.count(*self._arguments(tokens, layers), counts.ctypes.data)
+            return counts
         at_once = max(_MOST_DRAWS // (len(tokens) * self.num_chosen), 1)
         for first in range(0, len(layers), at_once):
             some = np.array(layers[first : first + at_once])[:, None]
@@ -115,6 +183,20 @@ class PopularityGate:
                 counted = np.bincount((cells + to_counts).ravel(), minlength=len(some) * num_experts)
                 counts[first : first + len(some)] += counted.reshape(len(some), num_experts)
         return counts
+
+    def _arguments(self, tokens: Keys, layers: range) -> tuple[object, ...]:
+        """Arguments of the kernel's functions but for the result. Layers and domains are checked here alone."""
+        keys = np.ascontiguousarray(tokens, np.uint64)
+        last_domain = int(keys.max(initial=0)) >> DOMAIN_SHIFT
+        if layers.start < 0 or (self._num_layers > 1 and layers.stop > self._num_layers):
+            raise IndexError(f"layers {layers.start} to {layers.stop} of {self._num_layers}")
+        if self._num_domains > 1 and last_domain >= self._num_domains:
+            raise IndexError(f"a token of domain {last_domain}, and there are {self._num_domains}")
+        sizes = (self._num_domains, self._num_layers, self._num_experts, self.num_chosen)
+        arrays = (self._length, self._start, self._end, self._row_length, self._cells.first_of_piece)
+        addresses = (each.ctypes.data for each in arrays)
+        struct = _GateStruct(*sizes, *addresses, self._cells.piece_shift, DOMAIN_SHIFT, int(self._seed[0]))
+        return ctypes.byref(struct), keys.ctypes, len(keys), layers.start, len(layers)
 
     def _rows(self, tokens: Keys, layers: Int64s) -> Int64s:
         """int64[layers, tokens or 1], row of popularities of each token in each of int64[layers, 1]."""
@@ -214,20 +296,24 @@ class CellIndex:
 
     Args:
         end: int64[cells], where each cell ends, ascending. The first begins at 0.
+
+    Attributes:
+        first_of_piece: int64[pieces], cell at the beginning of each piece.
+        piece_shift: binary logarithm of a piece's length.
     """
 
     def __init__(self, end: Int64s) -> None:
         self._end, length = end, int(end[-1])
-        self._shift = max((length // (_PIECES_PER_CELL * len(end))).bit_length() - 1, 0)
-        pieces = np.arange((length >> self._shift) + 1) << self._shift
-        self._first: Int64s = end.searchsorted(pieces, side="right")
-        self._num_steps = int(np.diff(self._first, append=len(end) - 1).max())
+        self.piece_shift = max((length // (_PIECES_PER_CELL * len(end))).bit_length() - 1, 0)
+        pieces = np.arange((length >> self.piece_shift) + 1) << self.piece_shift
+        self.first_of_piece: Int64s = end.searchsorted(pieces, side="right")
+        self._num_steps = int(np.diff(self.first_of_piece, append=len(end) - 1).max())
 
     def find(self, at: Int64s) -> Int64s:
         """Return the cells, int64, of points from 0 to the end of the line, any shape."""
         if self._num_steps > _MOST_STEPS:  # many cells are far shorter than the others
             return self._end.searchsorted(at, side="right")
-        cells: Int64s = self._first.take(at >> self._shift)
+        cells: Int64s = self.first_of_piece.take(at >> self.piece_shift)
         for _ in range(self._num_steps):
             cells = cells + (at >= self._end.take(cells))
         return cells

@@ -97,7 +97,8 @@ PLACEMENT_KERNEL = LibrarySource(
     "placement", "placement kernel", _PACKAGE / "placement" / "kernel", (PLAIN,), has_threads=False
 )
 ROUTE_KERNEL = LibrarySource("routing", "routing kernel", _PACKAGE / "routing" / "kernel", (PLAIN,), has_threads=False)
-LIBRARIES = (CPU_KERNELS, PLACEMENT_KERNEL, ROUTE_KERNEL)
+GATE_KERNEL = LibrarySource("gate", "gate kernel", _PACKAGE / "cost" / "gate_kernel", (PLAIN,), has_threads=False)
+LIBRARIES = (CPU_KERNELS, PLACEMENT_KERNEL, ROUTE_KERNEL, GATE_KERNEL)
 
 
 class CompilerError(Exception):
