@@ -283,7 +283,9 @@ class DrawnStep:
 
         A pricer that joins its sources has one row for all of them.
         """
-        return None if self._counts is None else self._counts.sum(axis=0)
+        if self._counts is None:
+            return None
+        return self._counts[0] if len(self._counts) == 1 else self._counts.sum(axis=0)
 
     def micro_batches(self, num_parts: int) -> MicroBatchTimes:
         """Return the stage times of the step in `num_parts` micro-batches, a divisor of the number of segments."""
@@ -296,7 +298,9 @@ class DrawnStep:
         experts_ns = np.zeros((num_parts, num_workers, num_sparse), np.int64)
         exchange_ns = np.zeros((num_parts, num_sparse), np.int64)
         if self._counts is not None:
-            counts = self._counts.reshape(num_parts, every, *self._counts.shape[1:]).sum(axis=1)
+            counts = self._counts
+            if every > 1:
+                counts = counts.reshape(num_parts, every, *counts.shape[1:]).sum(axis=1)
             rows = pricer.slots.rows(counts)[:, :, :, pricer.sparse]
             experts_ns = pricer.experts_ns(rows.sum(axis=1))
             if not deployment.exchange.is_free:
