@@ -7,9 +7,9 @@
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-// Vectors of four whole numbers take half the time; a processor without them runs the other version.
-#if defined(__x86_64__) && defined(__gnu_linux__)
-#define VERSIONS __attribute__((target_clones("avx2", "default")))
+// Wider vectors take half the time or less; a processor runs the last version that it has.
+#if defined(__x86_64__) && defined(__GLIBC__) && __has_attribute(target_clones)
+#define VERSIONS __attribute__((target_clones("default", "avx2", "avx512f")))
 #else
 #define VERSIONS
 #endif
