@@ -6,6 +6,7 @@
 #include <vector>
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
+#define ALWAYS_INLINE __attribute__((always_inline)) inline  // into each version of the functions below
 
 // Wider vectors take half the time or less; a processor runs the last version that it has.
 #if defined(__x86_64__) && defined(__GLIBC__) && __has_attribute(target_clones)
@@ -18,7 +19,7 @@ namespace {
 
 constexpr uint64_t kToken = 0xD1342543DE82EF95, kCounter = 0x9E3779B97F4A7C15;
 constexpr int64_t kDrawsOfALayer = 1 << 16;
-constexpr int64_t kBlock = 32;  // tokens whose draws are made in turn
+constexpr int64_t kBlock = 32;  // tokens
 
 // The cells (experts of all rows, end to end on a line), and the index by which they are found.
 struct Gate {
@@ -34,12 +35,13 @@ uint64_t mix64(uint64_t x) {  // core.rng
     return x ^ (x >> 31);
 }
 
-// Calls `take` with the layer from `first_layer` on, the token, a number below `num_chosen`, and the expert: in the order
-// of these numbers, those that a token chooses ascend.
+// Calls `take` with the layer counted from `first_layer`, the token, a number below `num_chosen`, and the expert. In the
+// order of these numbers the experts of a token ascend.
 //
-// Draws depend on those before them, so those of several tokens are made in turn: a processor overlaps them.
+// A token's draws depend on those before them, so each is made for a block of tokens at once.
 template <typename Take>
-__attribute__((always_inline)) inline void choose(const Gate& gate, const uint64_t* keys, int64_t num, int64_t first_layer, int64_t num_layers, Take take) {
+ALWAYS_INLINE void choose(
+    const Gate& gate, const uint64_t* keys, int64_t num, int64_t first_layer, int64_t num_layers, Take take) {
     std::vector<int64_t> chosen(gate.num_chosen * kBlock);
     int64_t first[kBlock], left[kBlock], first_cell[kBlock], point[kBlock], cell[kBlock];
     uint64_t state[kBlock];
