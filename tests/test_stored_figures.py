@@ -432,10 +432,14 @@ def preble_waits() -> list[str]:
 
 
 def host_gain_on_a_cpu() -> list[str]:
-    """By how much host memory lowers the measured mean TTFT of the demo model at most, in per cent."""
-    cases = stored("serving/host_tier.json")["models"]["demo"]["cases"]
-    none = {case["tool_s"]: case["measured"]["ttft_mean_ms"] for case in cases if not case["host memory"]}
-    return [f"{100 * max(1 - case['measured']['ttft_mean_ms'] / none[case['tool_s']] for case in cases):.0f}"]
+    """By how much host memory lowers the measured mean TTFT of two models at most, in per cent."""
+    found = []
+    for name in ("host_tier", "host_tier_640m"):
+        [model] = stored(f"serving/{name}.json")["models"].values()
+        none = {each["tool_s"]: each["measured"] for each in model["cases"] if not each["host memory"]}
+        ratios = [each["measured"]["ttft_mean_ms"] / none[each["tool_s"]]["ttft_mean_ms"] for each in model["cases"]]
+        found.append(f"{100 * (1 - min(ratios)):.0f}")
+    return found
 
 
 def host_gains() -> list[str]:
@@ -534,7 +538,7 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "with live KV of {} times its memory:\n"
         "host memory of that size takes {} % off the mean TTFT, four times as much {} %; with {} times, {} and {} %":
         host_gains,
-        "On a CPU the demo model gains up to {} %": host_gain_on_a_cpu,
+        "On a CPU the demo model gains up to {} %, and one of 640M parameters up to {} %": host_gain_on_a_cpu,
     },
     "simulator.md": {
         "So Dynamo takes {} and {} times our time with 16 engines, and {} with one": replay_ratios,

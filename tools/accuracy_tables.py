@@ -101,7 +101,9 @@ def summary_table() -> str:
 
 def host_memory_table() -> str:
     """Return TTFT, hits and throughput of engines on a CPU by model, live KV and host memory."""
-    models = json.loads((RESULTS.parent / "serving" / "host_tier.json").read_text())["models"]
+    models = {}
+    for name in ("host_tier", "host_tier_640m"):
+        models |= json.loads((RESULTS.parent / "serving" / f"{name}.json").read_text())["models"]
     columns = ["model", "live KV", "host memory", "mean TTFT, ms", "simulated", "P99, ms", "simulated", "over none"]
     columns += ["simulated", "hits on the device, on the host", "tokens/s"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]

@@ -1,7 +1,9 @@
 """Measures host memory below the prefix cache on a CPU, beside what the simulator says of the same sessions.
 
-    OMP_NUM_THREADS=1 python bench/serving/host_tier.py --work /tmp/bench \\
-        [--models demo,random-640m] [--rounds 5] [--json bench/results/serving/host_tier.json]
+    OMP_NUM_THREADS=1 python bench/serving/host_tier.py --work /tmp/bench --models demo \\
+        [--rounds 5] [--json bench/results/serving/host_tier.json]
+    OMP_NUM_THREADS=1 python bench/serving/host_tier.py --work /tmp/bench --models random-640m \\
+        [--rounds 5] [--json bench/results/serving/host_tier_640m.json]
 
 Agents' sessions in closed loop: the next prompt is the last one with its answer and some new tokens, after a pause of a
 tool (most) or of a person (a few). One engine in this process serves them: production rank, scheduler, host tier and
@@ -9,7 +11,7 @@ network. Its clock is the processor time of the process; time without work is sk
 nothing. For the demo model the clock is corrected for the machine's speed, since other tenants of a virtual machine
 slow its memory for seconds: it times a fixed decode and a fixed chunk between steps, and divides processor time by how
 much longer they take than at the start. The 640M model waits for its weights, and the time of such trials depends on
-what the caches hold, so its clock has no correction: run it with nothing beside.
+what the caches hold, so its clock has no correction: run it where nothing else comes and goes.
 
 A round draws new sessions, and serves them without a tier, with as much host memory as KV memory, and with four times
 as much. Longer pauses make more KV live at the same rate: the mean over time of the contexts of sessions that have
