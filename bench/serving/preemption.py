@@ -221,7 +221,7 @@ def figures(records: Records, rows: np.ndarray) -> dict[str, object]:
 def systems(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Server]]:
     """Start every system of `args.modes`, all serving the model with one compute thread each."""
     one = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    common = ["--dtype", "bfloat16", "--max-num-batched-tokens", str(args.budget), "--device", args.device]
+    common = ["--dtype", "bfloat16", "--max-num-batched-tokens", str(args.budget)]
     common += ["--max-model-len", str(GPU_MAX_MODEL_LEN if args.model == QWEN3 else MAX_MODEL_LEN)]
     common += ["--load-format", "dummy", "--tokenizer", str(DEMO)] if args.model == QWEN3 else []
     places = ["--max-num-seqs", str(NUM_SEQS)]
@@ -230,7 +230,8 @@ def systems(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Ser
         for number, (name, flags) in enumerate(MODES.items()):
             if name in args.modes:
                 port, log = PORT + number, args.work / f"preemption-{number}.log"
-                command = [*COMMAND, "serve", str(directory), "--port", str(port), *common, *flags]
+                command = [*COMMAND, "serve", str(directory), "--port", str(port), "--device", args.device]
+                command += [*common, *flags]
                 command += [] if places[0] in flags else places
                 if args.device == "cpu":
                     command += ["--kv-cache-memory-bytes", str((4 if args.model == QWEN3 else 1) * KV_BYTES)]
