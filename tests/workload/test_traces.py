@@ -260,3 +260,16 @@ def test_the_published_traces_are_read_whole(name, count, block_size, mean_input
         assert rows.num_prompt_tokens.mean() == pytest.approx(mean_input, abs=1)
     if rows.timestamp_ns is not None:
         assert (np.diff(rows.timestamp_ns) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("gap", "is_doubted"), [(0.25, True), (1.0, False), (250.5, False)]
+)  # seconds; a burst in whole milliseconds; milliseconds with decimals
+def test_times_that_look_like_seconds_are_doubted(tmp_path, gap, is_doubted):
+    path = tmp_path / "day.jsonl"
+    rows = [{"timestamp": gap * at, "input_length": 4, "output_length": 2} for at in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    notes = read_trace(path).notes
+    assert bool(notes) == is_doubted
+    if is_doubted:
+        assert "40 requests come within 0.00975 s: multiply them by 1,000" in notes[0]

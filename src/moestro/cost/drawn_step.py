@@ -285,7 +285,8 @@ class DrawnStep:
         """
         if self._counts is None:
             return None
-        return self._counts[0] if len(self._counts) == 1 else self._counts.sum(axis=0)
+        counts: Int64s = self._counts[0] if len(self._counts) == 1 else self._counts.sum(axis=0)
+        return counts
 
     def micro_batches(self, num_parts: int) -> MicroBatchTimes:
         """Return the stage times of the step in `num_parts` micro-batches, a divisor of the number of segments."""

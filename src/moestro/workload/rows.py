@@ -66,6 +66,7 @@ class Rows:
         is_generated: whether a generator made the rows. Every result made from such rows says so.
         num_left_out: requests of the file that are not among the rows because they had failed.
         ignored_fields: fields of the file that other forms of traces have, and that this one does not use.
+        about_times: doubt about the unit of the file's times; empty if there is none.
     """
 
     num_prompt_tokens: Int64s
@@ -83,11 +84,12 @@ class Rows:
     is_generated: bool = False
     num_left_out: int = 0
     ignored_fields: frozenset[str] = frozenset()
+    about_times: str = ""
 
     @property
     def notes(self) -> list[str]:
-        """What of the file is not in the rows, in sentences."""
-        notes = []
+        """What of the file is not in the rows, or in doubt, in sentences."""
+        notes = [self.about_times] if self.about_times else []
         if self.num_left_out:
             notes.append(f"entries of the file without an answered request, which are left out: {self.num_left_out:,}")
         if self.ignored_fields:

@@ -71,6 +71,9 @@ def _number_ns(unit_ns: int) -> Callable[[Any], int]:
     return convert
 
 
+_FROM_S, _FROM_MS = _number_ns(NS_PER_S), _number_ns(NS_PER_MS)
+
+
 def _date_ns(value: Any) -> int:
     """Parse Azure's timestamps. 2023 has seven decimals, one more than `datetime` keeps; 2024 has a zone."""
     found = _DATE.fullmatch(str(value))
@@ -152,14 +155,14 @@ FORMS = (
         frozenset({*_LENGTHS, "chat_id", "parent_chat_id"}),
         f"chat_id, parent_chat_id (-1: none), timestamp (seconds), {_EXPECTED}; timestamp and hash_ids {_EITHER}",
         _HASHED | {"chat_id": "chat", "parent_chat_id": "parent"},
-        _number_ns(NS_PER_S),
+        _FROM_S,
     ),
     Form(
         "Mooncake",
         frozenset({*_LENGTHS, "hash_ids"}),
         f"timestamp (milliseconds; {_EITHER.removeprefix('each ')}), {_EXPECTED}",
         _HASHED,
-        _number_ns(NS_PER_MS),
+        _FROM_MS,
     ),
     Form(
         "BurstGPT",
@@ -171,7 +174,7 @@ FORMS = (
             "Response tokens": "num_output_tokens",
             "Session ID": "session",
         },
-        _number_ns(NS_PER_S),
+        _FROM_S,
         sparse=frozenset({"Session ID"}),
         failed="Response tokens",
     ),
@@ -180,7 +183,7 @@ FORMS = (
         frozenset({"arrival_time", "input_toks", "output_toks"}),
         "arrival_time (seconds), input_toks, output_toks (at least 1)",
         {"arrival_time": "timestamp_ns", "input_toks": "num_prompt_tokens", "output_toks": "num_output_tokens"},
-        _number_ns(NS_PER_S),
+        _FROM_S,
     ),
     Form(
         "custom",
@@ -193,7 +196,7 @@ FORMS = (
             "output_length": "num_output_tokens",
             "output_tokens": "num_output_tokens",
         },
-        _number_ns(NS_PER_MS),
+        _FROM_MS,
         sparse=frozenset({"output_length", "output_tokens"}),
     ),
     Form(
@@ -208,7 +211,7 @@ FORMS = (
         frozenset(_LENGTHS),
         "input_length, output_length (at least 1), timestamp (milliseconds; in all lines or in none)",
         {"timestamp": "timestamp_ns", **_LENGTHS},
-        _number_ns(NS_PER_MS),
+        _FROM_MS,
     ),
 )
 KNOWN_FIELDS = frozenset[str]().union(*(form.names for form in FORMS))
@@ -292,6 +295,7 @@ def _block_size(path: Path, entries: Sequence[TraceEntry]) -> int:
     raise ConfigError(f"{path}: the numbers of hash_ids fit input_length for none of the block sizes {sizes}")
 
 
+_DENSE_RATE = 100.0  # requests a second above which times with decimals are doubted to be milliseconds
 _USERS = {"human", "user"}
 _ANSWERS = {"gpt", "chatgpt", "bing", "bard", "assistant"}
 _CHARACTERS = 4  # characters of English text in a token, roughly
@@ -366,7 +370,25 @@ def read_trace(path: Path, limit: int | None = None, default_output_tokens: int 
     with open_lines(path) as lines:
         found = _entries(path, (_csv if kind.endswith(".csv") else read_jsonl)(path, lines), limit)
     rows = rows_of(path, found.entries, found.form, found.columns, default_output_tokens)
-    return replace(rows, num_left_out=found.num_failed, ignored_fields=frozenset(found.ignored))
+    return replace(
+        rows,
+        num_left_out=found.num_failed,
+        ignored_fields=frozenset(found.ignored),
+        about_times=_doubt_about(rows.timestamp_ns, found.form),
+    )
+
+
+def _doubt_about(timestamp_ns: Int64s | None, form: Form) -> str:
+    """Return a sentence where times in milliseconds look like seconds: they have decimals, and requests are dense."""
+    if timestamp_ns is None or form.time_ns is not _FROM_MS or not (timestamp_ns % NS_PER_MS).any():
+        return ""
+    seconds = int(timestamp_ns[-1] - timestamp_ns[0]) / NS_PER_S
+    if not 0 < seconds * _DENSE_RATE < len(timestamp_ns):
+        return ""
+    return (
+        f"its times are read as milliseconds, so that {len(timestamp_ns):,} requests come within {seconds:.3g} s:"
+        " multiply them by 1,000 if they are seconds"
+    )
 
 
 def read_sharegpt(path: Path, limit: int | None = None) -> Rows:
