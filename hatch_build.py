@@ -25,16 +25,15 @@ class KernelBuildHook(BuildHookInterface):
                 stale.unlink()
         if version == "editable":
             return
-        try:
-            for source in compiler.LIBRARIES:
+        for source in compiler.LIBRARIES:
+            try:
                 for chosen in filter(compiler.accepts, source.built_sets()):
                     compiler.compile_library(source, chosen, source.prebuilt)
-        except compiler.CompilerError as error:
-            self.app.display_warning(f"The wheel lacks compiled libraries: {error}")
-            return
-        build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
-        for source in compiler.LIBRARIES:
+            except compiler.CompilerError as error:
+                self.app.display_warning(f"The wheel lacks the {source.title}: {error}")
+                continue
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
             build_data["artifacts"].append(f"{source.prebuilt.relative_to(root)}/{source.name}-*.so")
 
 

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "wire": {"core"},
     "text": {"core", "files"},
     "grammar": {"core", "text"},
-    "cost": {"core", "files"},
+    "cost": {"core", "files", "native"},
     "workload": {"core", "files"},
     "flow": {"core"},
     "engine": {"core", "flow"},

@@ -537,27 +537,29 @@ def preemption_with_equal_places() -> Rows:
 
 
 def preemption_below_saturation() -> Rows:
-    points = stored("serving/preemption_640m_below.json")["points"]
     by_system: dict[str, dict[int, Any]] = defaultdict(dict)
-    for point in points:
-        by_system[point["system"]][point["round"]] = point["ls"]
-    ours, order, fcfs, vllm = (
-        by_system[name]
-        for name in ("expert-level preemption", "iteration-level priority", "continuous, FCFS", "vLLM, priority")
-    )
+    for point in stored("serving/preemption_640m_below.json")["points"]:
+        by_system[point["system"]][point["round"]] = point
+    names = ("expert-level preemption", "iteration-level priority", "continuous, FCFS", "vLLM, priority")
+    ours, order, fcfs, vllm = systems = [by_system[name] for name in names]
+    assert {each["ls"]["num"] for system in systems for each in system.values()} == {10}
 
-    def over(one: dict[int, Any], other: dict[int, Any], name: str = "ttft_ms") -> str:
-        ratios = sorted(one[at][name]["mean"] / other[at][name]["mean"] for at in other)
+    def over(one: dict[int, Any], other: dict[int, Any], which: str = "ls", figure: str = "ttft_ms") -> list[str]:
+        ratios = sorted(one[at][which][figure]["mean"] / other[at][which][figure]["mean"] for at in other)
         assert len(ratios) == 5
-        return f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        return [f"{each:.2f}" for each in (median(ratios), ratios[0], ratios[-1])]
 
-    ttft = [
-        f"{median(each['ttft_ms']['mean'] for each in system.values()):.0f}" for system in (ours, order, fcfs, vllm)
-    ]
-    yield "{} ms with preemption, {} with iteration-level priority, {} with FCFS and {} with vLLM's".format(*ttft)
-    of_order, turnaround = over(ours, order).split(" (", 1), over(ours, order, "turnaround_ms").split(" (", 1)
-    yield f"{of_order[0]} of priority ({of_order[1]}, at {turnaround[0]} of the turnaround of LS ({turnaround[1]}."
-    yield f"Over vLLM it has {over(ours, vllm)}, of which {over(fcfs, vllm)} is the engine"
+    means = (median(each["ls"]["ttft_ms"]["mean"] for each in system.values()) for system in systems)
+    yield "{:.0f} ms with preemption, {:.0f} with iteration-level priority, {:.0f} with FCFS and {:.0f} with".format(
+        *means
+    )
+    yield "priority has {} ({} to {}) of FCFS.".format(*over(order, fcfs))
+    turnarounds = (*over(ours, order, "ls", "turnaround_ms"), *over(ours, order, "be", "turnaround_ms"))
+    yield (
+        "Preemption has {} of priority ({} to {}), at {} of the turnaround of LS ({} to {}) and {} of that of BE"
+        " ({} to {})."
+    ).format(*over(ours, order), *turnarounds)
+    yield "it has {} ({} to {}), of which {} ({} to {}) is the engine".format(*over(ours, vllm), *over(fcfs, vllm))
 
 
 # plan.md
@@ -613,7 +615,7 @@ def paced_days() -> Rows:
     assert all(row["objective_is_held"] for row in rows)
     assert sum(not row["client_is_valid"] for row in rows) == 3
     most = {name: max(abs(row["errors"][name]) for row in rows) for name in ("tpot_mean_ms", "tokens_per_s")}
-    yield f"ITL is within {100 * most['tpot_mean_ms']:.0f} % of the paced one"
+    yield f"ITL is within {math.ceil(100 * most['tpot_mean_ms'])} % of the paced one"
     yield f"throughput within {math.ceil(100 * most['tokens_per_s'])} %"
     yield f"TTFT up to {-100 * min(row['errors']['ttft_mean_ms'] for row in rows):.0f} % too short"
 

@@ -11,7 +11,7 @@ network. Its clock is the processor time of the process; time without work is sk
 nothing. For the demo model the clock is corrected for the machine's speed, since other tenants of a virtual machine
 slow its memory for seconds: it times a fixed decode and a fixed chunk between steps, and divides processor time by how
 much longer they take than at the start. The 640M model waits for its weights, and the time of such trials depends on
-what the caches hold, so its clock has no correction: run it where nothing else comes and goes.
+what the caches hold, so its clock has no correction: what else runs must run all the time.
 
 A round draws new sessions, and serves them without a tier, with as much host memory as KV memory, and with four times
 as much. Longer pauses make more KV live at the same rate: the mean over time of the contexts of sessions that have

@@ -37,7 +37,7 @@ PART = next(part for part in WHOLE if part.name == "schedulers_top1_permuted")
 STORED = Path(__file__).parents[1] / "results/repro/amoe.json"
 REPEATS, BEGIN_S, STOP_S, SEED = 5, 1.0, 5.0, 0
 NUM_REQUESTS = 100  # of Gimbal's load
-COMPILED, NUMPY = "compiled draws", "NumPy's draws"
+COMPILED, NUMPY = "compiled", "numpy"  # whose code draws
 
 
 def stored_load() -> tuple[float, int]:
@@ -104,8 +104,7 @@ def main() -> None:
                 cpu_s[name, draws].append(seconds)
                 assert figures.setdefault(name, found) == found, "a run is the same each time, with either code"
     for name, found in figures.items():
-        for draws in (COMPILED, NUMPY):
-            found[f"cpu_s_per_simulated_s, {draws}"] = spread(cpu_s[name, draws])
+        found["cpu_s_per_simulated_s"] = {draws: spread(cpu_s[name, draws]) for draws in (COMPILED, NUMPY)}
         pairs = zip(cpu_s[name, COMPILED], cpu_s[name, NUMPY], strict=True)
         found["compiled_over_numpy"] = spread([ours / theirs for ours, theirs in pairs])
     print(json.dumps(figures, indent=1))

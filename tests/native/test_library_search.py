@@ -326,3 +326,10 @@ print(*(source.prebuilt.relative_to({str(tmp_path)!r}) for source in module.LIBR
     for source, prebuilt in zip(LIBRARIES, named, strict=True):
         assert f"{prebuilt}/" in ignored
         assert any(path.suffix == ".cpp" for path in source.files())
+
+
+@pytest.mark.skipif(shutil.which("clang++") is None, reason="no clang++")
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
+def test_clang_takes_each_library(library, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "clang++")
+    assert is_whole(compiler.compile_library(library, PLAIN, tmp_path))

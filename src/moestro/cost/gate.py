@@ -116,7 +116,7 @@ class PopularityGate:
         num_chosen: experts that a token visits in a layer.
 
     Raises:
-        ValueError: fewer than `num_chosen` experts have a popularity above 0.
+        ValueError: fewer than `num_chosen` experts have a popularity above 0, or a row does not sum to 1.
     """
 
     def __init__(self, popularity: Floats, num_chosen: int, seed: int = 0) -> None:
@@ -125,6 +125,8 @@ class PopularityGate:
         self.num_chosen = num_chosen
         if int((rows > 0).sum(axis=-1).min()) < num_chosen:
             raise ValueError(f"a token chooses {num_chosen} experts, but fewer have a popularity above 0")
+        if not (rows >= 0).all() or not np.allclose(rows.sum(axis=-1), 1.0):
+            raise ValueError("the popularities of a layer's experts must be at least 0, and sum to 1")
         # The experts of all rows lie end to end on a line, each as long as it is popular. A *cell* is one of them.
         self._length: Int64s = np.maximum(np.rint(rows * _SCALE), rows > 0).astype(np.int64).ravel()
         self._end: Int64s = self._length.cumsum()
@@ -148,6 +150,7 @@ class PopularityGate:
 
     def choose_layers(self, tokens: Keys, layers: range) -> Int32s:
         """int32[tokens, len(layers), num_chosen], `choose` of each of consecutive layers."""
+        self._check(tokens, layers)
         if (kernel := gate_kernel()) is not None:
             found = np.empty((len(tokens), len(layers), self.num_chosen), np.int32)
             kernel.choose(*self._arguments(tokens, layers), found.ctypes.data)
@@ -169,12 +172,13 @@ class PopularityGate:
         Returns:
             int64[len(layers), num_experts], tokens that visit each expert.
         """
+        self._check(tokens, layers)
         num_experts = self._num_experts
         counts = np.zeros((len(layers), num_experts), np.int64)
         if (kernel := gate_kernel()) is not None:
             kernel.count(*self._arguments(tokens, layers), counts.ctypes.data)
             return counts
-        at_once = max(_MOST_DRAWS // (len(tokens) * self.num_chosen), 1)
+        at_once = max(_MOST_DRAWS // max(len(tokens) * self.num_chosen, 1), 1)
         for first in range(0, len(layers), at_once):
             some = np.array(layers[first : first + at_once])[:, None]
             row = self._rows(tokens, some)
@@ -184,14 +188,17 @@ class PopularityGate:
                 counts[first : first + len(some)] += counted.reshape(len(some), num_experts)
         return counts
 
-    def _arguments(self, tokens: Keys, layers: range) -> tuple[object, ...]:
-        """Arguments of the kernel's functions but for the result. Layers and domains are checked here alone."""
-        keys = np.ascontiguousarray(tokens, np.uint64)
-        last_domain = int(keys.max(initial=0)) >> DOMAIN_SHIFT
+    def _check(self, tokens: Keys, layers: range) -> None:
+        """Raise IndexError for layers and domains that the gate does not have."""
         if layers.start < 0 or (self._num_layers > 1 and layers.stop > self._num_layers):
             raise IndexError(f"layers {layers.start} to {layers.stop} of {self._num_layers}")
+        last_domain = int(tokens.max(initial=0)) >> DOMAIN_SHIFT
         if self._num_domains > 1 and last_domain >= self._num_domains:
             raise IndexError(f"a token of domain {last_domain}, and there are {self._num_domains}")
+
+    def _arguments(self, tokens: Keys, layers: range) -> tuple[object, ...]:
+        """Arguments of the kernel's functions but for the result."""
+        keys = np.ascontiguousarray(tokens, np.uint64)
         sizes = (self._num_domains, self._num_layers, self._num_experts, self.num_chosen)
         arrays = (self._length, self._start, self._end, self._row_length, self._cells.first_of_piece)
         addresses = (each.ctypes.data for each in arrays)

@@ -48,22 +48,33 @@ def test_each_message_has_the_time_of_its_sending():
     assert outlet.next_due(10) is None
 
 
-@pytest.mark.parametrize("is_told", [False, True])
-def test_the_end_of_an_answer_takes_the_place_of_its_first_token_unless_a_message_has_told_of_it(is_told):
-    sender, receiver = router(1, "least_loaded"), router(1, "least_loaded")
-    sender.journal = Journal(RUN, lambda row: "e")
-    outlet = Outlet(sender.journal, beat_ns=MS)
-    replica = Replica(RouterRun("receiver", 1), receiver, {"e": 0}.get, rules=ReplicaRules())
+@pytest.mark.parametrize("report", ["nothing", "batch", "beat", "snapshot"])
+def test_an_end_replaces_an_unreported_first_token(report):
+    sender, receivers = router(1, "least_loaded"), [router(1, "least_loaded") for _ in range(2)]
+    journal = sender.journal = Journal(RUN, lambda row: "e")
+    changes = []
+    journal.on_change = lambda: changes.append(journal.head_seq)
+    outlets = [Outlet(journal, beat_ns=MS) for _ in receivers]  # of which the second is behind
+    replicas = [Replica(RouterRun(f"{at}", 1), it, {"e": 0}.get) for at, it in enumerate(receivers)]
     for number in range(2):
         sender.submit(request(f"{number}"), 0)
+    messages = list(outlets[0].due(0)) if report == "beat" else []
     sender.first_token("0", 0)
-    messages = list(outlet.due(0)) if is_told else []
+    if report == "batch":
+        messages += outlets[0].due(0)
+    elif report == "beat":
+        journal.batch(journal.head_seq + 1, 1)  # to another peer, which has all
+    elif report == "snapshot":
+        assert [began.is_computed for part in journal.snapshot(0) for began in part.flights] == [True, False]
     sender.ended("0", 0)
-    messages += outlet.due(1)
-    operations = [type(each).__name__ for message in messages for each in message.operations]
-    assert operations == ["Began", "Began", *(["Computed"] if is_told else []), "Finished"]
-    for message in messages:
-        assert replica.receive(message, MS) is None
-    assert (receiver.load_on(0), replica.counts.num_differences) == (1, 0)
-    snapshots = sender.journal.snapshot(2)
-    assert [began.is_computed for part in snapshots for began in part.flights] == [False]
+    is_replaced = report == "nothing"
+    assert changes == ([1, 2, 3, 3] if is_replaced else [1, 2, 3, 4])
+    messages += outlets[0].due(2 * MS)
+    for replica, each in zip(replicas, (messages, list(outlets[1].due(2 * MS))), strict=True):
+        operations = [operation for message in each for operation in message.operations]
+        names = [type(operation).__name__ for operation in operations]
+        assert names == ["Began", "Began", *([] if is_replaced else ["Computed"]), "Finished"]
+        assert all(replica.receive(message, MS) is None for message in each)
+        assert replica.counts.num_differences == 0
+    assert [it.load_on(0) for it in receivers] == [1, 1]
+    assert [began.is_computed for part in journal.snapshot(2) for began in part.flights] == [False]

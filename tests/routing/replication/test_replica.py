@@ -116,3 +116,5 @@ def test_a_computed_prompt_stays_computed_on_an_engine_that_becomes_known():
     rows["far"] = 0
     made.engines_changed(2 * MS)
     assert (load(it), int(it.table.num_prefilling[0])) == (1, 0)
+    it.first_token_elsewhere = None  # a request that is counted already is left alone
+    made.engines_changed(3 * MS)

@@ -223,7 +223,7 @@ class Journal:
 
     Attributes:
         head_seq: number of the newest operation; 0 before the first.
-        on_change: called after each new operation.
+        on_change: called after each new operation, and after one that replaces the newest.
     """
 
     def __init__(self, origin: RouterRun, url_of: Callable[[int], str], *, has_prompts: bool = True) -> None:
@@ -239,7 +239,7 @@ class Journal:
         self._flights: dict[int, Began] = {}
         self._computed: set[int] = set()  # serials of those in flight whose first token has come
         self._checksum = 0
-        self._told_seq = 0  # number of the newest operation that a message has told of
+        self._reported_seq = 0  # number of the newest operation that a message has reported
 
     # --- from the router
 
@@ -278,8 +278,8 @@ class Journal:
         self._computed.discard(serial)
         self._checksum = (self._checksum - serial) % _MODULUS
         newest = self._kept[-1] if self._kept else None
-        if isinstance(newest, Computed) and newest.serial == serial and self._told_seq < self.head_seq:
-            self._kept[-1] = Finished(serial)  # its answer came in one piece
+        if isinstance(newest, Computed) and newest.serial == serial and self._reported_seq < self.head_seq:
+            self._kept[-1] = Finished(serial)  # whose prompt counts as computed
             self.on_change()
         else:
             self._add(Finished(serial))
@@ -301,7 +301,7 @@ class Journal:
 
     def batch(self, seq: int, now_ns: int) -> OperationBatch:
         """Return the operations from number `seq` on, as many as one message may have."""
-        self._told_seq = self.head_seq
+        self._reported_seq = self.head_seq
         skipped = seq - (self.head_seq - len(self._kept) + 1)
         operations: list[Operation] = []
         num_bytes = 0
@@ -315,7 +315,7 @@ class Journal:
 
     def snapshot(self, now_ns: int) -> list[Snapshot]:
         """Return the requests in flight, in parts."""
-        self._told_seq = self.head_seq
+        self._reported_seq = self.head_seq
         flights = [
             msgspec.structs.replace(began, is_computed=True) if serial in self._computed else began
             for serial, began in self._flights.items()

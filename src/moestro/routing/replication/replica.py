@@ -169,8 +169,7 @@ class Replica:
         for name, peer in self._peers.items():
             for serial, began in peer.flights.items():
                 key = _key(name, peer, serial)
-                self._count(key, began, b"", now_ns)
-                if serial in peer.computed:
+                if self._count(key, began, b"", now_ns) and serial in peer.computed:
                     self._router.first_token_elsewhere(key, now_ns)
 
     # --- inside
@@ -275,10 +274,11 @@ class Replica:
         peer.checksum = (peer.checksum + began.serial) % _MODULUS
         self._count(_key(name, peer, began.serial), began, hashes, now_ns)
 
-    def _count(self, key: str, began: Began, hashes: bytes, now_ns: int) -> None:
+    def _count(self, key: str, began: Began, hashes: bytes, now_ns: int) -> bool:
+        """Count a request on its engine, and return whether that was new and the engine is known."""
         row = self._row_of(began.engine)
         if row is None or self._router.counts_elsewhere(key):
-            return
+            return False
         request = PeerRequest(
             submit_ns=began.at_ns,
             num_known_tokens=began.num_known_tokens,
@@ -288,6 +288,7 @@ class Replica:
             user=began.user,
         )
         self._router.began_elsewhere(key, row, request, now_ns)
+        return True
 
     def _compute(self, name: str, peer: PeerState, serial: int, now_ns: int) -> None:
         if serial in peer.flights:

@@ -8,8 +8,9 @@
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 #define ALWAYS_INLINE __attribute__((always_inline)) inline  // into each version of the functions below
 
-// Wider vectors take half the time or less; a processor runs the last version that it has.
-#if defined(__x86_64__) && defined(__GLIBC__) && __has_attribute(target_clones)
+// Wider vectors take half the time or less; a processor runs the last version that it has. Clang refuses versions of a
+// function that others see.
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __has_attribute(target_clones)
 #define VERSIONS __attribute__((target_clones("default", "avx2", "avx512f")))
 #else
 #define VERSIONS
