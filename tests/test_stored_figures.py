@@ -183,11 +183,11 @@ def overloaded_over_closed() -> list[str]:
     return [f"{ratio:.2f}" for ratio in (min(others), max(others), *sorted(ratios[name] for name in apart))]
 
 
-def gimbal_change(system: str, *, seeds: tuple[int, ...], parts: str = "scarce_") -> str:
-    """Mean change of TTFT from `vllm` over the five shapes of `parts` at the highest rate."""
+def gimbal_change(system: str, seeds: tuple[int, ...]) -> str:
+    """Mean change of TTFT from `vllm` over the five shapes with scarce KV memory at the highest rate."""
     runs = findings("gimbal", GimbalFindings)
     changes = []
-    for load in (load for load in runs.loads if load.startswith(parts)):
+    for load in (load for load in runs.loads if load.startswith("scarce_")):
         cells = [cell for cell in runs.of(load, runs.rates(load)[-1], system) if cell.seed in seeds]
         assert {cell.seed for cell in cells} == set(seeds)
         changes.append(runs.change("TTFT", cells, runs.of(load, runs.rates(load)[-1], "vllm")))
@@ -195,8 +195,8 @@ def gimbal_change(system: str, *, seeds: tuple[int, ...], parts: str = "scarce_"
     return f"{sum(changes) / 5:+.1%}"
 
 
-def gimbal_changes(*systems: str, seeds: tuple[int, ...], parts: str = "scarce_") -> list[str]:
-    return [gimbal_change(system, seeds=seeds, parts=parts) for system in systems]
+def gimbal_changes(*systems: str, seeds: tuple[int, ...]) -> list[str]:
+    return [gimbal_change(system, seeds) for system in systems]
 
 
 def gimbal_blocks() -> list[str]:
@@ -491,11 +491,9 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "(`async_colocated`) has {} to {} times": colocated,
         "has {} times the best other capacity there, and {} times its own on one machine": scaling,
         "That is {} of the {} blocks": gimbal_blocks,
-        "{} with `gimbal_v1` (the paper: -17.8 %), {} with `gimbal_v2` (-42.9 %) and {} with `moestro`.": partial(
-            gimbal_changes, "gimbal_v1", "gimbal_v2", "moestro", seeds=(0, 1, 2)
-        ),
-        "has {}, more than `gimbal_v1` with {}; `gimbal_v2` has {} and `moestro` {}": partial(
-            gimbal_changes, "vllm_least", "gimbal_v1", "gimbal_v2", "moestro", seeds=(0, 1, 2), parts="equal_"
+        "{} with `gimbal_v1` (the paper: -17.8 %), {} with `gimbal_v2` (-42.9 %) and {} with `moestro`;\n"
+        "with vLLM's own balancer it changes by {}.": partial(
+            gimbal_changes, "gimbal_v1", "gimbal_v2", "moestro", "vllm_least", seeds=(0, 1, 2)
         ),
     },
     "bench.md": {

@@ -515,7 +515,7 @@ def gimbal_waits() -> Rows:
     central = waits["scarce_central"]
     yield f"one whose steps take {min(slow):.0f} to {max(slow):.0f} times as long (`slow`, by shape)"
     yield f"{min(central):.1f} to {max(central):.1f} s there, and {min(others):.1f} to {max(others):.1f} s with"
-    low, same, high = sorted(waits["equal_random"])
+    low, same, high = sorted(waits["scarce_random"])
     assert same < 2 * low
     yield f"(P99 of `vllm` {high:.1f} s, else {low:.1f} s)"
     largest = max(abs(ttft / base[key] - 1) for key, ttft in changes)

@@ -91,7 +91,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "latencies of lmetric": latencies_table,
     "cells of lmetric in which moestro is worse": worse_table,
     "ages of figures of lmetric": ages_table,
-    **{f"shapes of gimbal, {prefix}": partial(shapes_table, prefix) for prefix in ("scarce", "equal", "slow")},
+    **{f"shapes of gimbal, {prefix}": partial(shapes_table, prefix) for prefix in ("scarce", "slow")},
     "KV memory of gimbal": kv_memory_table,
     "overload of gimbal": overload_table,
     "stack of gimbal": stack_table,

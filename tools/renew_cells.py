@@ -4,6 +4,7 @@
     python tools/renew_cells.py --traces DIR --loads chat --write     # what the age of figures costs, alone
     python tools/renew_cells.py --paper gimbal --parts DIR --write    # loads of `moestro repro gimbal --out DIR`
     python tools/renew_cells.py --paper amoe --jobs 2 --write         # rates that AMoE's plan has and the result lacks
+    python tools/renew_cells.py --paper gimbal --lengths FILE --loads slow_random,scarce_random --write   # the same
 
 Runs of policies keep the rates and tuned parameters of the stored run. The result names what was made anew. Without
 --write the differences are printed alone; code that has not changed makes none. `tools/judge_claims.py` then judges the
@@ -22,8 +23,11 @@ import msgspec
 
 from moestro.config.run_record import run_record
 from moestro.repro.amoe.experiment import AmoeExperiment
-from moestro.repro.amoe.loads import AmoeCell, AmoeFindings
+from moestro.repro.amoe.loads import AmoeFindings
 from moestro.repro.amoe.paper import WHOLE
+from moestro.repro.gimbal.experiment import GimbalExperiment
+from moestro.repro.gimbal.loads import GimbalFindings
+from moestro.repro.gimbal.paper import whole as gimbal_parts
 from moestro.repro.lmetric.experiment import LmetricExperiment, LmetricPlan
 from moestro.repro.lmetric.findings import FIGURES, LmetricFindings
 from moestro.repro.papers import papers
@@ -42,53 +46,61 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=LmetricPlan().num_requests)
     parser.add_argument("--paper", choices=[paper.name for paper in papers()])
     parser.add_argument("--parts", type=Path, help="folder of the loads of --paper")
-    parser.add_argument("--jobs", type=int, default=1, help="processes of --paper amoe")
+    parser.add_argument("--lengths", type=Path, help="BurstGPT's, of --paper gimbal")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that run what a result lacks")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
-    if (given.paper is None) == (given.loads is None):
+    if given.paper is None and given.loads is None:
         parser.error("give --traces and --loads, or --paper")
     if given.paper is None:
         renew(given)
         return
     if given.parts is None:
-        if given.paper != "amoe":
-            parser.error("--paper needs --parts, but for amoe")
-        add_rates(given.jobs, write=given.write)
+        if given.paper not in ("amoe", "gimbal"):
+            parser.error("--paper needs --parts, but for amoe and gimbal")
+        add_missing(given)
         return
     path, result = join(given.paper, given.parts)
     if given.write:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
 
 
-def add_rates(num_jobs: int, *, write: bool) -> None:
-    """Run AMoE's loads at the rates that the stored result lacks."""
-    path, experiment = RESULTS / "amoe.json", AmoeExperiment(WHOLE)
-    conditions = run_record("simulated")
-    stored = msgspec.json.decode(path.read_bytes(), type=Reproduced[AmoeFindings])
+def add_missing(given: argparse.Namespace) -> None:
+    """Run what a paper's plan has and its stored result lacks."""
+    path, conditions = RESULTS / f"{given.paper}.json", run_record("simulated")
+    experiment: AmoeExperiment | GimbalExperiment = AmoeExperiment(WHOLE)
+    kind: type[AmoeFindings | GimbalFindings] = AmoeFindings
+    if given.paper == "gimbal":
+        experiment, kind = GimbalExperiment(gimbal_parts(given.num_requests), given.lengths), GimbalFindings
+    stored = msgspec.json.decode(path.read_bytes(), type=Reproduced[kind])
     renewed, findings = dict(stored.renewed), stored.findings
-    with ProcessPoolExecutor(num_jobs) as pool:
-        for load, cells in pool.map(partial(new_cells, experiment, findings), experiment.loads):
+    loads = given.loads.split(",") if given.loads else list(experiment.loads)
+    with ProcessPoolExecutor(given.jobs) as pool:
+        for load, cells in pool.map(partial(new_cells, experiment, findings), loads):
             if cells:
-                renewed[f"{load}: {', '.join(sorted({f'{cell.rate:g}/s' for cell in cells}))}"] = conditions
+                what = sorted({f"{cell.rate:g}/s" if given.paper == "amoe" else cell.system for cell in cells})
+                renewed[f"{load}: {', '.join(what)}"] = conditions
                 findings.cells += cells
-    loads = findings.loads
-    findings.cells.sort(key=lambda cell: loads.index(cell.load))
-    if write:
+    found = findings.loads
+    findings.cells.sort(key=lambda cell: found.index(cell.load))
+    if given.write:
         result = msgspec.structs.replace(stored, renewed=renewed, findings=findings)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
 
 
-def new_cells(experiment: AmoeExperiment, findings: AmoeFindings, load: str) -> tuple[str, list[AmoeCell]]:
-    """Run a load at the rates that `findings` lack."""
+def new_cells(experiment: AmoeExperiment | GimbalExperiment, findings: Any, load: str) -> tuple[str, list[Any]]:
+    """Run what a load has and `findings` lack."""
     num_before = len(findings.cells)
-    experiment.serve_rates(load, findings, lambda what: print(what, flush=True))
+    run = experiment.serve_rates if isinstance(experiment, AmoeExperiment) else experiment.run_missing
+    run(load, findings, lambda what: print(what, flush=True))
     return load, findings.cells[num_before:]
 
 
 def join(name: str, directory: Path) -> tuple[Path, Reproduced[Any]]:
     """Put the loads in `directory` into the stored result of a paper, in place of those that it has."""
     [paper] = [each for each in papers() if each.name == name]
-    kind, path = paper.experiment(paper.settings()).findings_type, RESULTS / f"{name}.json"
+    experiment, path = paper.experiment(paper.settings()), RESULTS / f"{name}.json"
+    kind, loads = experiment.findings_type, list(experiment.loads)
     stored = msgspec.json.decode(path.read_bytes(), type=Reproduced[kind])
     findings, parts = stored.findings, dict(stored.parts)
     for file in sorted(directory.glob(f"{name}.*.json")):
@@ -96,6 +108,7 @@ def join(name: str, directory: Path) -> tuple[Path, Reproduced[Any]]:
         print(f"{load}: {'in place of' if load in parts else 'beside'} the stored loads", flush=True)
         parts[load] = part.conditions
         findings = merged([without(findings, load), msgspec.json.decode(part.findings, type=kind)])
+    findings.cells.sort(key=lambda cell: loads.index(cell.load) if cell.load in loads else len(loads))
     return path, msgspec.structs.replace(stored, parts=parts, findings=findings)
 
 

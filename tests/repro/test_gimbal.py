@@ -25,6 +25,7 @@ from moestro.repro.gimbal.loads import (
     GimbalCell,
     GimbalFindings,
     PrefixCell,
+    RunName,
     Tenants,
     burstgpt,
     fitting,
@@ -311,3 +312,22 @@ def test_loads_of_a_later_run_take_the_place_of_the_stored_ones(tmp_path, monkey
     ]  # fmt: skip
     assert joined.findings.levels == {"made": 3.0}
     assert joined.parts["made"].note == "later"
+
+
+def test_what_a_plan_has_and_the_stored_runs_lack_is_run_at_their_level():
+    part = GimbalPart(
+        name="slow_few", finds="slowdown", num_requests=6, rates=(1.4,), systems=(VLLM, MOESTRO), repeated=(VLLM,),
+        seeds=(0, 1), bed=EpBed(network="small"),
+    )  # fmt: skip
+    experiment = GimbalExperiment([part], None)
+    found = GimbalFindings(levels={"slow_few": 3.0})
+    experiment.run_missing("slow_few", found, lambda what: None)
+    assert [(each.system, each.seed) for each in found.cells] == [(VLLM, 0), (MOESTRO, 0), (VLLM, 1)]
+    steps: list[str] = []
+    less = GimbalFindings(levels=found.levels, cells=found.cells[:1] + found.cells[2:])
+    experiment.run_missing("slow_few", less, steps.append)
+    assert steps == ["slow_few at 1.4/s : moestro, seed 0"]
+    assert less.cells[-1] == found.cells[1]
+    assert (
+        found.cells[0].step_ms > 2 * experiment._serve(part, RunName(load="x", rate=1.4, system=VLLM, seed=0)).step_ms
+    )

@@ -27,17 +27,12 @@ from moestro.workload.generated.draws import SHAPES
 
 _ENGINES = {
     "scarce_": "scarce KV memory",
-    "equal_": "scarce KV memory, equal seeds",
     "healthy_": "a healthy engine",
     "slow_": "a slow engine",
 }
-_SCARCE = (
-    "whether requests wait for KV memory, and Algorithm 1 then avoids the full engine: 512 blocks bind for"
-    " shapes with long prompts only; decodes take what they take"
-)
 _WHY = {
-    "scarce_": _SCARCE,
-    "equal_": _SCARCE,
+    "scarce_": "whether requests wait for KV memory, and Algorithm 1 then avoids the full engine: 512 blocks bind for"
+    " shapes with long prompts only; decodes take what they take",
     "healthy_": "the A100's kernels and vLLM's host bear ten times these rates: nothing waits, KV use stays far below"
     " theta_kv, and Algorithm 1 then takes the engines in turn, as the baseline does",
     "slow_": "TTFT is 4.9 s because steps are slow, not because requests wait; KV use stays below theta_kv, and"

@@ -161,6 +161,17 @@ class GimbalExperiment(PartsExperiment[GimbalFindings, GimbalPart]):
                 findings.cells.append(self._serve(here, run))
         return findings
 
+    def run_missing(self, load: str, findings: GimbalFindings, step: Callable[[str], None]) -> None:
+        """Run what a part has and `findings` lack, at the levels that `findings` have."""
+        part = self.parts[load]
+        has = {(cell.load, cell.rate, cell.system, cell.seed, cell.setting) for cell in findings.cells}
+        for setting in part.settings:
+            here = part if not part.finds else _at_level(part, findings.levels[f"{load} {setting}".strip()])
+            for run in _runs(here, setting):
+                if (load, run.rate, run.system, run.seed, setting) not in has:
+                    step(f"{load} at {run.rate:g}/s {setting}: {run.system}, seed {run.seed}")
+                    findings.cells.append(self._serve(here, run))
+
     def _run_prefixes(self, part: GimbalPart, step: Callable[[str], None]) -> GimbalFindings:
         users = part.users
         assert users is not None, "a part about prefix hits has users"

@@ -104,8 +104,7 @@ for _name in _LOADS:
     )
 
 TABLE = (VLLM, VLLM_LEAST, DPLB, SJFS, EDR, GIMBAL_V1, GIMBAL_V2, MOESTRO)  # of the latency tables
-REPEATED = (VLLM, GIMBAL_V1, GIMBAL_V2, MOESTRO)  # the paper repeats the whole systems under three seeds
-RIVALS = (VLLM, VLLM_LEAST, GIMBAL_V1, GIMBAL_V2, MOESTRO)  # whole systems on equal seeds
+REPEATED = (VLLM, VLLM_LEAST, GIMBAL_V1, GIMBAL_V2, MOESTRO)  # whole systems: the paper repeats them under three seeds
 PLACEMENTS = tuple(f"place:{name}" for name in _LOADS)
 STACK = (VLLM_EPLB, ROUTE, ORDER, PLACE, MOESTRO)
 
