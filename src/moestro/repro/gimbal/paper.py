@@ -35,8 +35,8 @@ RATES, HIGH = (1.0, 1.2, 1.4), 1.4  # requests a second (section V-B1)
 SEEDS = (0, 1, 2)  # the paper repeats its runs at 1.4 requests a second three times
 P99_GOAL_MS = 4_900.0  # "our environment consistently has a P99 TTFT" below this at 1.4 requests a second (V-A2)
 
-# KV blocks of a rank with which a healthy engine has that P99 TTFT in runs of 200 requests; in runs of 1,000, `kv_memory`
-# finds factors of 0.76 with 512 blocks and of 1.23 with 1,024.
+# KV blocks of a rank with which a healthy engine has that P99 TTFT in runs of 200 requests; in runs of 1,000,
+# `kv_memory` finds factors of 0.76 with 512 blocks and of 1.23 with 1,024.
 SCARCE_BLOCKS = 512
 
 Found = Literal["", "slowdown", "rate"]
