@@ -233,7 +233,7 @@ async def test_a_session_keeps_its_engine_at_another_router():
         for i in range(12):
             answer = await one.call(body=body("hi", user=f"user {i}"))
             chosen[f"user {i}"] = answer.headers["x-moestro-engine"]
-        await one.until(lambda: other.app.peers.replica.counts.num_operations >= 36)
+        await one.until(lambda: other.app.peers.replica.counts.num_operations >= 24)
         for user, engine in chosen.items():
             assert (await other.call(body=body("hi", user=user))).headers["x-moestro-engine"] == engine
 
@@ -320,7 +320,7 @@ async def test_a_router_with_two_addresses_gets_each_operation_once():
             await it.until(lambda it=it: it.app.peers.num_links == it.app.peers.replica.num_peers == 1)
         for _ in range(5):
             await one.call(body=body())
-        await two.until(lambda: two.app.peers.replica.counts.num_operations >= 15)
+        await two.until(lambda: two.app.peers.replica.counts.num_operations >= 10)
         assert two.app.peers.replica.counts.num_repeated == 0
         assert one.app.peers.num_links == two.app.peers.num_links == 1
     engine.die()
