@@ -4,7 +4,8 @@
     python tools/renew_cells.py --traces DIR --loads chat --write     # what the age of figures costs, alone
     python tools/renew_cells.py --paper gimbal --parts DIR --write    # loads of `moestro repro gimbal --out DIR`
     python tools/renew_cells.py --paper amoe --jobs 2 --write         # rates that AMoE's plan has and the result lacks
-    python tools/renew_cells.py --paper gimbal --lengths FILE --loads slow_random,scarce_random --write   # the same
+    python tools/renew_cells.py --paper gimbal --lengths FILE --loads slow_random,scarce_random --write
+                                                                      # runs that its plan has and the result lacks
 
 Runs of policies keep the rates and tuned parameters of the stored run. The result names what was made anew. Without
 --write the differences are printed alone; code that has not changed makes none. `tools/judge_claims.py` then judges the

@@ -88,7 +88,7 @@ class Rows:
 
     @property
     def notes(self) -> list[str]:
-        """What of the file is not in the rows, or in doubt, in sentences."""
+        """Sentences about entries that were left out, fields without effect, and times in a doubtful unit."""
         notes = [self.about_times] if self.about_times else []
         if self.num_left_out:
             notes.append(f"entries of the file without an answered request, which are left out: {self.num_left_out:,}")
