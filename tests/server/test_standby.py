@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import subprocess
 import sys
 
 import psutil
@@ -12,6 +14,7 @@ import pytest
 from support.running import PATIENCE_S, has_ended
 
 from moestro.config.launch_spec import STANDBY
+from moestro.config.linux_process import adopt_orphans
 from moestro.server.processes.launchers import Standby
 
 pytestmark = pytest.mark.skipif(
@@ -93,6 +96,19 @@ def test_a_standby_that_cannot_start_is_not_tried_again():
         assert standbys() == []
 
     run(test, "raise SystemExit(3)")
+
+
+def test_a_server_that_ends_during_a_fork_leaves_no_traceback():
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    assert adopt_orphans()
+    command = (sys.executable, "-c", WORKER, *STANDBY)
+    standby = subprocess.Popen(command, stdin=theirs.fileno(), stderr=subprocess.PIPE)
+    theirs.close()
+    with open(os.devnull, "rb") as nothing:
+        socket.send_fds(control, [b"experts 0"], [nothing.fileno()])
+    control.close()
+    assert standby.communicate(timeout=PATIENCE_S)[1] == b""
+    assert standby.returncode == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

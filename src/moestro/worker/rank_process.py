@@ -224,7 +224,10 @@ def fork_workers() -> bool:
         logger.warning("the process on standby ends, and each worker loads its own libraries: one has opened the GPU")
         return False
     while True:
-        name, descriptors, _, _ = socket.recv_fds(control, _MAX_NAME, 2)
+        try:
+            name, descriptors, _, _ = socket.recv_fds(control, _MAX_NAME, 2)
+        except ConnectionResetError:  # the server ended before it read an answer
+            return False
         if not name:
             return False
         between = os.fork()
@@ -235,7 +238,10 @@ def fork_workers() -> bool:
             _become_child(descriptors[0], server)
             if is_worker:
                 rename_last_arguments(STANDBY[0], name.decode())
-            control.send(" ".join(map(str, (os.getpid(), *descriptors[1:]))).encode())
+            try:
+                control.send(" ".join(map(str, (os.getpid(), *descriptors[1:]))).encode())
+            except BrokenPipeError:  # the server ended meanwhile
+                return False
             control.close()
             if is_worker:
                 return True
