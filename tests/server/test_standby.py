@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 WORKER = """
 import sys
+from pathlib import Path
 from moestro.worker.rank_process import fork_workers, is_standby
 assert is_standby()
 if fork_workers():
@@ -104,7 +106,7 @@ def test_a_server_that_ends_during_a_fork_leaves_no_traceback():
     command = (sys.executable, "-c", WORKER, *STANDBY)
     standby = subprocess.Popen(command, stdin=theirs.fileno(), stderr=subprocess.PIPE)
     theirs.close()
-    with open(os.devnull, "rb") as nothing:
+    with Path(os.devnull).open("rb") as nothing:
         socket.send_fds(control, [b"experts 0"], [nothing.fileno()])
     control.close()
     assert standby.communicate(timeout=PATIENCE_S)[1] == b""

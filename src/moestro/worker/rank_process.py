@@ -223,33 +223,29 @@ def fork_workers() -> bool:
     if has_opened_gpu():
         logger.warning("the process on standby ends, and each worker loads its own libraries: one has opened the GPU")
         return False
-    while True:
-        try:
+    with contextlib.suppress(ConnectionError):  # the server has ended meanwhile
+        while True:
             name, descriptors, _, _ = socket.recv_fds(control, _MAX_NAME, 2)
-        except ConnectionResetError:  # the server ended before it read an answer
-            return False
-        if not name:
-            return False
-        between = os.fork()
-        if between == 0:
-            if os.fork():
-                os._exit(0)
-            is_worker = name.decode() != STANDBY[-1]
-            _become_child(descriptors[0], server)
-            if is_worker:
-                rename_last_arguments(STANDBY[0], name.decode())
-            try:
+            if not name:
+                break
+            between = os.fork()
+            if between == 0:
+                if os.fork():
+                    os._exit(0)
+                is_worker = name.decode() != STANDBY[-1]
+                _become_child(descriptors[0], server)
+                if is_worker:
+                    rename_last_arguments(STANDBY[0], name.decode())
                 control.send(" ".join(map(str, (os.getpid(), *descriptors[1:]))).encode())
-            except BrokenPipeError:  # the server ended meanwhile
-                return False
-            control.close()
-            if is_worker:
-                return True
-            control = socket.socket(fileno=os.dup(0))
-            continue
-        for descriptor in descriptors:
-            os.close(descriptor)
-        os.waitpid(between, 0)
+                control.close()
+                if is_worker:
+                    return True
+                control = socket.socket(fileno=os.dup(0))
+                continue
+            for descriptor in descriptors:
+                os.close(descriptor)
+            os.waitpid(between, 0)
+    return False
 
 
 def _become_child(stdin: int, server: int) -> None:
