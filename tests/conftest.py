@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +21,7 @@ from support.forker import Forker
 from support.forker_process import read_on_import
 from support.freed_memory import FreedMemory
 from support.running import FAKE, REAL, Running, free_port
+from support.short_demo import write_short_demo
 
 import moestro
 
@@ -148,10 +149,26 @@ def fake_command(demo_dir: Path) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="session")
+def short_command(demo_dir: Path, tmp_path_factory) -> tuple[str, ...]:
+    """`moestro serve` with two layers of the embedded model, for tests that compare servers of the same network."""
+    checkpoint = write_short_demo(tmp_path_factory.mktemp("short"), demo_dir)
+    return (*REAL, str(checkpoint), "--served-model-name", NAME, "--kv-cache-memory-bytes", "100000000")
+
+
+@pytest.fixture(scope="session")
 def server(real_command, tmp_path_factory) -> Iterator[Running]:
+    yield from exact_server(real_command, tmp_path_factory.mktemp("real"))
+
+
+@pytest.fixture(scope="session")
+def short_server(short_command, tmp_path_factory) -> Iterator[Running]:
+    """One engine with the network of `short_command`, in fused mode."""
+    yield from exact_server(short_command, tmp_path_factory.mktemp("short-server"))
+
+
+def exact_server(command: Sequence[str], directory: Path) -> Iterator[Running]:
     # In bfloat16 rounding depends on the batch's shape: that a seed repeats an answer is promised in float32 alone.
-    command = (*real_command, "--dtype", "float32")
-    running = Running(command, tmp_path_factory.mktemp("real"), admin_port=free_port())
+    running = Running((*command, "--dtype", "float32"), directory, admin_port=free_port())
     yield running
     processes = running.processes()
     try:

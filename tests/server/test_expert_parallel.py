@@ -53,9 +53,9 @@ PROMPTS = ["def fibonacci(n):\n", "import os\n" * 60, "class Stack:\n    def pus
 
 
 @pytest.fixture(scope="module")
-def spread(real_command, tmp_path_factory) -> Iterator[Running]:
+def spread(short_command, tmp_path_factory) -> Iterator[Running]:
     flags = ("--mode", "ep", "--engines", str(NUM_ENGINES), "--engine-timeout", "4", "--route-policy", "round_robin")
-    with running((*real_command, *EXACT, *flags), tmp_path_factory.mktemp("spread")) as server:
+    with running((*short_command, *EXACT, *flags), tmp_path_factory.mktemp("spread")) as server:
         yield server
 
 
@@ -73,14 +73,14 @@ def by_engine(server: Running, name: str) -> list[float]:
     return [figures[f'moestro:{name}{{engine="{engine}"}}'] for engine in range(NUM_ENGINES)]
 
 
-def test_greedy_answers_are_those_of_the_fused_mode(server, spread):
+def test_greedy_answers_are_those_of_the_fused_mode(short_server, spread):
     with ThreadPoolExecutor(12) as pool:
-        found, expected = (list(pool.map(lambda i: ask(each, i), range(12))) for each in (spread, server))  # noqa: B023
+        found, expected = (list(pool.map(lambda i: ask(each, i), range(12))) for each in (spread, short_server))  # noqa: B023
     assert found == expected
 
 
-def test_the_experts_are_those_of_the_fused_mode(server, spread):
-    assert (ask_for_counts(spread, "ep") == ask_for_counts(server, "ep")).all()
+def test_the_experts_are_those_of_the_fused_mode(short_server, spread):
+    assert (ask_for_counts(spread, "ep") == ask_for_counts(short_server, "ep")).all()
     engines = call_admin(spread, "GET", "/admin/experts?arrays=true").json
     num_steps = {engine["num_steps"] for engine in engines["engines"]}
     assert len(num_steps) == 1, "all engines take part in each step"
@@ -88,10 +88,10 @@ def test_the_experts_are_those_of_the_fused_mode(server, spread):
     assert (tokens.sum(axis=(1, 2)) > 0).all(), "each engine had one of the requests"
 
 
-def test_one_request_alone_is_answered_and_the_other_engines_take_part(server, spread):
+def test_one_request_alone_is_answered_and_the_other_engines_take_part(short_server, spread):
     wait_until(lambda: is_idle(spread))
     before, steps = by_engine(spread, "group_idle_steps_total"), by_engine(spread, "group_steps_total")
-    assert ask(spread, 3) == ask(server, 3)
+    assert ask(spread, 3) == ask(short_server, 3)
     gained = [b - a for a, b in zip(before, by_engine(spread, "group_idle_steps_total"), strict=True)]
     assert sorted(gained)[0] == 0
     wait_until(lambda: by_engine(spread, "group_steps_total") == [steps[0] + 15] * NUM_ENGINES)

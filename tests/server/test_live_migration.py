@@ -32,9 +32,9 @@ EP = ("--mode", "ep", "--engines", str(NUM_ENGINES), "--route-policy", "round_ro
 
 
 @pytest.fixture(scope="module", params=["0", "4"])
-def restless(request, real_command, tmp_path_factory) -> Iterator[Running]:
+def restless(request, short_command, tmp_path_factory) -> Iterator[Running]:
     """Without spare slots, where each layer swaps its experts, and with two for each engine."""
-    command = (sys.executable, SCRIPT, *real_command[1:], *EXACT, *EP, "--num-redundant-experts", request.param)
+    command = (sys.executable, SCRIPT, *short_command[1:], *EXACT, *EP, "--num-redundant-experts", request.param)
     server = Running(command, tmp_path_factory.mktemp("restless"))
     try:
         yield server
@@ -55,10 +55,10 @@ def ask(server: Running, number: int) -> str:
     return reply.json["choices"][0]["text"]
 
 
-def test_greedy_answers_are_those_of_one_engine(server, restless):
+def test_greedy_answers_are_those_of_one_engine(short_server, restless):
     before = len(migrations(restless))
     with ThreadPoolExecutor(12) as pool:
-        found, expected = (list(pool.map(lambda i: ask(each, i), range(12))) for each in (restless, server))  # noqa: B023
+        found, expected = (list(pool.map(lambda i: ask(each, i), range(12))) for each in (restless, short_server))  # noqa: B023
     assert found == expected
     wait_until(lambda: len(migrations(restless)) > before + 1)
     num_moved, num_layers, megabytes, end = migrations(restless)[-1]
@@ -100,8 +100,8 @@ def test_an_engine_that_is_killed_while_experts_move_changes_no_answer(restless,
     assert metrics(restless)['moestro:engine_restarts_total{engine="0"}'] == 1
 
 
-def test_slots_that_do_not_divide_evenly_are_refused(real_command, tmp_path):
-    command = (*REAL, *real_command[2:], *EP, "--num-redundant-experts", "3")
+def test_slots_that_do_not_divide_evenly_are_refused(short_command, tmp_path):
+    command = (*REAL, *short_command[2:], *EP, "--num-redundant-experts", "3")
     server = Running(command, tmp_path, wait=False)
     assert server.process.wait(PATIENCE_S) == 2
     assert "are 19 slots, which do not divide evenly over --engines 2: give --num-redundant-experts 4" in server.text

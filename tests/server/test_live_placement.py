@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.interrupted_answers import EXACT, running
 from support.running import Running, call_admin, complete, metrics, wait_until
+from support.short_demo import NUM_LAYERS
 
 from moestro.cli import main
 from moestro.config.serve_settings import ServeSettings
@@ -30,10 +31,10 @@ NUM_TOKENS = 8  # of an answer, so that a round of answers is some twenty steps
 
 
 @pytest.fixture(scope="module", params=MODES)
-def placed(request, real_command, tmp_path_factory) -> Iterator[Running]:
+def placed(request, short_command, tmp_path_factory) -> Iterator[Running]:
     """A group that plans only when a test asks."""
     slowly = ("--placement-max-bytes-per-step", "1")  # one expert at a time
-    command = (*real_command, *EXACT, *MODES[request.param], *slowly, "--route-policy", "round_robin")
+    command = (*short_command, *EXACT, *MODES[request.param], *slowly, "--route-policy", "round_robin")
     with running(command, tmp_path_factory.mktemp(request.param)) as server:
         yield server
 
@@ -53,8 +54,8 @@ def shown(server: Running, query: str = "") -> dict:
     return call_admin(server, "GET", f"/admin/placement{query}").json
 
 
-def test_plan_then_apply_while_requests_run(placed, server):
-    expected = answers(server, range(8))
+def test_plan_then_apply_while_requests_run(placed, short_server):
+    expected = answers(short_server, range(8))
     assert answers(placed, range(8)) == expected
     before = shown(placed, "?arrays=true")
     plan = call_admin(placed, "POST", "/admin/placement/plan?policy=eplb&arrays=true").json
@@ -78,8 +79,8 @@ def test_plan_then_apply_while_requests_run(placed, server):
     assert answers(placed, range(8)) == expected
 
 
-def test_a_file_of_moestro_place_is_applied(placed, server, tmp_path, capsys):
-    expected = answers(server, range(8))
+def test_a_file_of_moestro_place_is_applied(placed, short_server, tmp_path, capsys):
+    expected = answers(short_server, range(8))
     assert answers(placed, range(8)) == expected
     reply = call_admin(placed, "GET", "/admin/experts/profile")
     assert reply.status == 200, reply.body
@@ -96,26 +97,26 @@ def test_a_file_of_moestro_place_is_applied(placed, server, tmp_path, capsys):
     assert answers(placed, range(8)) == expected
 
 
-def test_a_worker_that_is_killed_while_experts_move_leaves_a_table_that_serves(placed, server):
-    rows = [[*range(15, -1, -1)]] * 7
+def test_a_worker_that_is_killed_while_experts_move_leaves_a_table_that_serves(placed, short_server):
+    rows = [[*range(15, -1, -1)]] * NUM_LAYERS
     assert call_admin(placed, "POST", "/admin/placement/apply", {"physical_to_logical_map": rows}).status == 202
     experts = [worker for name, worker in placed.workers().items() if name.startswith("experts")]
     (experts or placed.ranks())[-1].kill()
     wait_until(lambda: not shown(placed)["progress"]["is_running"])
     wait_until(lambda: complete(placed, max_tokens=1).status == 200)  # a group in lock-step restarts as a whole
-    assert answers(placed, range(4)) == answers(server, range(4))
+    assert answers(placed, range(4)) == answers(short_server, range(4))
     found = shown(placed, "?arrays=true")
     every = [{expert for worker in layer for expert in worker if expert >= 0} for layer in found["table"]]
-    assert every == [set(range(16))] * 7
+    assert every == [set(range(16))] * NUM_LAYERS
     applied = call_admin(placed, "POST", "/admin/placement/apply", {"physical_to_logical_map": rows})
     assert applied.status in (200, 202), applied.body
     wait_until(lambda: not shown(placed)["progress"]["is_running"])
     assert shown(placed)["progress"]["error"] == ""
-    assert answers(placed, range(4)) == answers(server, range(4))
+    assert answers(placed, range(4)) == answers(short_server, range(4))
 
 
-def test_a_server_without_a_group_says_why(server, fake):
-    found = call_admin(server, "GET", "/admin/placement")
+def test_a_server_without_a_group_says_why(short_server, fake):
+    found = call_admin(short_server, "GET", "/admin/placement")
     assert (found.status, found.json["error"]["code"]) == (404, "no_placement")
     assert "--mode fused each engine has all experts" in found.json["error"]["message"]
     assert "dense" in call_admin(fake, "POST", "/admin/placement/plan").json["error"]["message"]
@@ -134,11 +135,11 @@ def test_unknown_names_are_refused_at_the_start():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_first_placement_comes_from_a_file_and_the_policy_plans_after_its_interval(mode, real_command, tmp_path):
-    rows = [[*range(15, -1, -1)]] * 7
+def test_a_first_placement_comes_from_a_file_and_the_policy_plans_after_its_interval(mode, short_command, tmp_path):
+    rows = [[*range(15, -1, -1)]] * NUM_LAYERS
     (tmp_path / "init.json").write_text(json.dumps({"physical_to_logical_map": rows}))
     flags = ("--placement-policy", "moestro", "--placement-interval", str(INTERVAL), "--init-expert-location")
-    command = (*real_command, *EXACT, *MODES[mode], *flags, str(tmp_path / "init.json"))
+    command = (*short_command, *EXACT, *MODES[mode], *flags, str(tmp_path / "init.json"))
     with running(command, tmp_path) as server:
         wait_until(lambda: not shown(server)["progress"]["is_running"])
         found = shown(server, "?arrays=true")
@@ -154,11 +155,11 @@ def test_a_first_placement_comes_from_a_file_and_the_policy_plans_after_its_inte
         assert re.search(r"placement: (started|unchanged|does not pay) \(interval\): moestro ", server.text)
 
 
-def test_algorithm_3_runs_by_one_flag(real_command, server, tmp_path):
+def test_algorithm_3_runs_by_one_flag(short_command, short_server, tmp_path):
     """Gimbal v1 moves experts at each interval, whether that pays or not, and no token differs."""
     flags = ("--placement-policy", "gimbal_v1", "--placement-interval", str(INTERVAL))
-    expected = answers(server, range(12))
-    with running((*real_command, *EXACT, *MODES["ep"], *flags), tmp_path) as group:
+    expected = answers(short_server, range(12))
+    with running((*short_command, *EXACT, *MODES["ep"], *flags), tmp_path) as group:
 
         def has_moved() -> bool:
             assert answers(group, range(4)) == expected[:4]

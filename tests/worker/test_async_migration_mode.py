@@ -105,8 +105,8 @@ def test_experts_of_paced_workers_move(tmp_path):
         running.kill()
 
 
-def test_experts_of_a_network_move_and_all_answers_stay_the_same(real_command, tmp_path):
-    running = serving(tmp_path, *real_command[2:], "--dtype", "float32", *GROUP)
+def test_experts_of_a_network_move_and_all_answers_stay_the_same(short_command, tmp_path):
+    running = serving(tmp_path, *short_command[2:], "--dtype", "float32", *GROUP)
     try:
         check_moves(running)
     finally:

@@ -335,16 +335,16 @@ def test_streams_that_clients_leave_free_all_that_they_held(paced, expected):
     assert texts(ask_many(paced, 6)) == expected
 
 
-def test_a_network_gives_the_answers_of_fused_mode_while_workers_die(server, real_command, tmp_path):
-    fused = texts(ask_many(server, 12))
+def test_a_network_gives_the_answers_of_fused_mode_while_workers_die(short_server, short_command, tmp_path):
+    fused = texts(ask_many(short_server, 12))
     # A process on standby would load torch twice here; it becomes a worker in the tests above.
     group = ("--mode", "async", "--attention", "2", "--experts", "2", "--no-standby")
-    running = Running((*real_command, "--dtype", "float32", *group), tmp_path, admin_port=free_port())
+    running = Running((*short_command, "--dtype", "float32", *group), tmp_path, admin_port=free_port())
     try:
-        assert (ask_for_counts(running, "async") == ask_for_counts(server, "async")).all()
+        assert (ask_for_counts(running, "async") == ask_for_counts(short_server, "async")).all()
         assert texts(ask_many(running, 12)) == fused
         words = {"guided_regex": "[a-z]{2,9}( [a-z]{2,9}){0,5}"}
-        assert texts(ask_many(running, 6, **words)) == texts(ask_many(server, 6, **words))
+        assert texts(ask_many(running, 6, **words)) == texts(ask_many(short_server, 6, **words))
         with ThreadPoolExecutor(1) as pool:
             answers = pool.submit(ask_many, running, 12)
             wait_until(lambda: not is_idle(running))

@@ -17,9 +17,9 @@ GROUP = ("--mode", "async", "--attention", "2", "--experts", "2", "--inline-limi
 
 
 @pytest.fixture(scope="module")
-def group(real_command, tmp_path_factory) -> Iterator[Running]:
+def group(short_command, tmp_path_factory) -> Iterator[Running]:
     """Two homes and two workers with experts, whose large and small tensors all go in two phases."""
-    running = Running((*real_command, "--dtype", "float32", *GROUP), tmp_path_factory.mktemp("group"))
+    running = Running((*short_command, "--dtype", "float32", *GROUP), tmp_path_factory.mktemp("group"))
     yield running
     processes = running.processes()
     try:
@@ -30,8 +30,8 @@ def group(real_command, tmp_path_factory) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def fused(server) -> list[str]:
-    return texts(ask_many(server, NUM))
+def fused(short_server) -> list[str]:
+    return texts(ask_many(short_server, NUM))
 
 
 def share_in_two_phases(running: Running) -> float:
