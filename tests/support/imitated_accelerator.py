@@ -172,6 +172,10 @@ class _State:
 
     def use(self, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
         """Note an operation of the current stream, and fail where another stream may be at the same memory."""
+        with self._changing:
+            self._use(name, reads, writes)
+
+    def _use(self, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
         stream, number = self.stream.number, self.stream.begin()
         known = self.stream.so_far()
         _merge(known, self.known_to_host)
