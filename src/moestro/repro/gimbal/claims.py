@@ -133,13 +133,15 @@ def _v1_remarks(findings: GimbalFindings, loads: list[str], place: str, engine: 
             holds=bool(min(alone, key=lambda name: alone[name]) == DPLB and alone[DPLB] < -MARGIN), why=engine,
         )  # fmt: skip
     yield from _beside_balancer(findings, loads, place, engine)
-    first, last = (_changes(findings, loads, "TTFT", GIMBAL_V1, nth) for nth in (0, -1))
+    rates = [[findings.of(load, findings.rates(load)[nth], GIMBAL_V1) for load in loads] for nth in (0, -1)]
+    seeds = set.intersection(*({cell.seed for cells in at_rate for cell in cells} for at_rate in rates))
+    first, last = (_changes(findings, loads, "TTFT", GIMBAL_V1, nth, seeds) for nth in (0, -1))
     if first and last and any(len(findings.rates(load)) > 1 for load in loads):
         low, high = float(np.mean(first)), float(np.mean(last))
         yield Claim(
             source=f"v1, V-B1, {place}", paper="the gain in TTFT grows with the rate",
-            ours=f"{low:+.1%} at the lowest rate, {high:+.1%} at the highest", holds=bool(high < low - MARGIN),
-            why=engine,
+            ours=f"{low:+.1%} at the lowest rate, {high:+.1%} at the highest; {_equal(seeds)}",
+            holds=bool(high < low - MARGIN), why=engine,
         )  # fmt: skip
 
 
@@ -152,8 +154,11 @@ def _on_equal_seeds(
     if not all(found.values()):
         return {}, ""
     means = {name: float(np.mean(changes)) for name, changes in found.items()}
-    seeds = f"{len(common)} equal seed{'s' if len(common) > 1 else ''}"
-    return means, ", ".join(f"{name} {mean:+.1%}" for name, mean in means.items()) + f"; {seeds}"
+    return means, ", ".join(f"{name} {mean:+.1%}" for name, mean in means.items()) + f"; {_equal(common)}"
+
+
+def _equal(seeds: set[int]) -> str:
+    return f"{len(seeds)} equal seed{'s' if len(seeds) > 1 else ''}"
 
 
 def _beside_balancer(findings: GimbalFindings, loads: list[str], place: str, engine: str) -> Iterator[Claim]:
