@@ -25,7 +25,7 @@ from support.running import PATIENCE_S, REAL, Running, complete, metrics, wait_u
 NUM_ENGINES = 2
 SCRIPT = str(Path(__file__).parents[1] / "support" / "restless_server.py")
 PROMPTS = ["def fibonacci(n):\n", "import os\n" * 60, "class Stack:\n    def push(self, item):\n", "x = 1\n" * 90]
-# So many that requests are being answered when an engine is killed: a step of all of them takes 50 ms.
+# So many that requests are being answered when an engine is killed.
 NUM_TOKENS = 40
 MOVED = re.compile(r"experts of (\d+) of (\d+) layers moved, ([\d.]+) MB(.*)")
 EP = ("--mode", "ep", "--engines", str(NUM_ENGINES), "--route-policy", "round_robin")

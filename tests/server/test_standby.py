@@ -24,7 +24,6 @@ pytestmark = pytest.mark.skipif(
 
 WORKER = """
 import sys
-from pathlib import Path
 from moestro.worker.rank_process import fork_workers, is_standby
 assert is_standby()
 if fork_workers():

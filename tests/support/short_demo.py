@@ -12,9 +12,9 @@ NUM_LAYERS = len(KEPT)
 
 
 def write_short_demo(directory: Path, demo_dir: Path) -> Path:
-    """Write the checkpoint `demo_dir` with the layers `KEPT` alone: a step takes a third of the time.
+    """Write the checkpoint `demo_dir` with the layers `KEPT` alone; its text makes less sense.
 
-    Its text makes less sense. Returns `directory`.
+    Returns `directory`.
     """
     shutil.copytree(demo_dir, directory, dirs_exist_ok=True)
     config = json.loads((demo_dir / "config.json").read_text()) | {"num_hidden_layers": NUM_LAYERS}
