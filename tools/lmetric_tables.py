@@ -61,12 +61,13 @@ def worse_table() -> str:
 
 
 def ages_table() -> str:
-    """What figures of engines that come at intervals cost each policy at half of the capacity."""
+    """What figures of engines that come at intervals cost each policy."""
     findings, rows = _findings(), []
     for aged in findings.ages:
         shown = []
         for of in FIGURES.values():
             value, fresh = of(aged.measured), of(findings.fresh(aged))
             shown.append(f"{value:,.1f} ms" if aged.period_ms == 0 else percent(value / fresh - 1))
-        rows.append([aged.load, f"`{aged.policy}`", f"{aged.period_ms:,g}" if aged.period_ms else "step", *shown])
-    return table_of_rows(["load", "policy", "figures every, ms", *FIGURES], rows)
+        every = f"{aged.period_ms:,g}" if aged.period_ms else "step"
+        rows.append([f"{aged.load}, {aged.share:.0%}", f"`{aged.policy}`", every, *shown])
+    return table_of_rows(["load, share", "policy", "figures every, ms", *FIGURES], rows)

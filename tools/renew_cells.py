@@ -136,7 +136,9 @@ def renew(given: argparse.Namespace) -> None:
             )
             print(f"{load} with {new.network} at {new.share:.0%}: {new.system}: {changes}", flush=True)
         if given.write:
-            renewed = stored.renewed | {f"{load}: {system}": conditions for system in [*systems, "ages of figures"]}
+            has_ages = any(aged.load == load for aged in stored.findings.ages)
+            made = [*systems, *(["ages of figures"] if has_ages else [])]
+            renewed = stored.renewed | {f"{load}: {what}": conditions for what in made}
             result = msgspec.structs.replace(stored, renewed=renewed)
             RESULT.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -72,9 +73,10 @@ TUNED = {
     "dynamo": ("prefill_scale", (0.5, 1, 2, 4, 8, 16, 32, 64, 128)),
     "aibrix": ("max_range", (2, 4, 8, 16, 32)),
 }
-# Policies that read figures of engines, and the intervals at which these come in a sweep: with every step (0), as from
-# vLLM's coordinator, and as from `/metrics`.
-AGED, PERIODS_MS = (BASELINE, PAPER_POLICY), (0.0, 100.0, 1000.0)
+# The sweep of the figures' age: policies that read figures of engines, rates as shares of the capacity, and intervals
+# at which figures come: with every step (0), as from vLLM's coordinator, and as from `/metrics`.
+AGED, AGED_SHARES = (BASELINE, "vllm-0.27", PAPER_POLICY, OUR_POLICY), (HALF, 0.9)
+PERIODS_MS = (0.0, 100.0, 1000.0)
 _CAPABLE = ("bailian", PAPER_POLICY, OUR_POLICY)  # policies whose best steady state is the capacity
 _SECOND, _HEATED = "api_agent", "chat"  # the loads of the second network and of the adversary
 _NUM_POINTS = 400  # points of Fig. 20
@@ -171,7 +173,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         compared = len(plan.shares) * len(plan.policies) + len(plan.others) + len(WEIGHTS)
         second = len(_CAPABLE) + len(plan.policies) if self._has_second_network(load) else 0
         predicted = 2 * (load in plan.predicted)
-        heated = (3 + len(AGED) * len(PERIODS_MS)) * (load == _HEATED)
+        heated = (3 + len(self._aged_shares) * len(AGED) * len(PERIODS_MS)) * (load == _HEATED)
         return len(_CAPABLE) + sweeps + compared + len(_INDICATORS) + 1 + second + predicted + heated
 
     def run(self, load: str, step: Callable[[str], None]) -> LmetricFindings:
@@ -237,6 +239,11 @@ class LmetricExperiment(Experiment[LmetricFindings]):
     def bed(self, source: Source, network: str = NETWORK) -> Testbed:
         """The paper's testbed, with the smallest blocks that the source names."""
         return Testbed(network=network_named(network), gpu=gpu_named(GPU), block_size=source.block_size)
+
+    @property
+    def _aged_shares(self) -> list[float]:
+        """Rates of the sweep of the figures' age that the plan has."""
+        return [share for share in AGED_SHARES if share in self.plan.shares]
 
     def _has_second_network(self, load: str) -> bool:
         return self.plan.has_second_network and load == _SECOND
@@ -362,12 +369,15 @@ class LmetricExperiment(Experiment[LmetricFindings]):
 
     def _age(self, source: Source) -> None:
         """Route by figures that come at intervals: what the age of figures costs each policy."""
-        bed, load = self.bed(source), source.load(self._rate(source, HALF), SCORED_SEED)
-        for name in AGED:
-            for period_ms in PERIODS_MS:
-                self._step(f"{source.name}: {name}, figures every {period_ms:g} ms")
+        bed = self.bed(source)
+        for share in self._aged_shares:
+            load = source.load(self._rate(source, share), SCORED_SEED)
+            for name, period_ms in product(AGED, PERIODS_MS):
+                self._step(f"{source.name} at {share:.0%}: {name}, figures every {period_ms:g} ms")
                 figures = measured(*self._results(bed, load, self._made(name, bed), period_ms or None))
-                self.findings.ages.append(Aged(load=load.name, policy=name, period_ms=period_ms, measured=figures))
+                self.findings.ages.append(
+                    Aged(load=load.name, share=share, policy=name, period_ms=period_ms, measured=figures)
+                )
 
     def _heat(self, source: Source) -> None:
         """Serve a hot prefix with the detector off, filtering, and falling back to load alone (section 5.2)."""

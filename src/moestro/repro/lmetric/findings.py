@@ -213,9 +213,10 @@ class Hotspots(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Aged(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy at half of the capacity whose figures of engines come every `period_ms` ms; 0 means with every step."""
+    """A policy whose figures of engines come every `period_ms` ms; 0 means with every step."""
 
     load: str
+    share: float  # rate as a share of the capacity
     policy: str
     period_ms: float
     measured: ServingFigures
@@ -266,7 +267,8 @@ class LmetricFindings(Findings[LmetricCell], kw_only=True):
 
     def fresh(self, aged: Aged) -> ServingFigures:
         """The figures of a run of the sweep whose figures of engines came with every step."""
-        [found] = [e for e in self.ages if (e.load, e.policy, e.period_ms) == (aged.load, aged.policy, 0)]
+        key = (aged.load, aged.share, aged.policy, 0)
+        [found] = [each for each in self.ages if (each.load, each.share, each.policy, each.period_ms) == key]
         return found.measured
 
     def shares(self, load: str) -> list[float]:
@@ -312,12 +314,11 @@ def _table(cells: Sequence[LmetricCell]) -> Table:
 
 
 def _ages(findings: LmetricFindings) -> Table:
-    title = "Figures of engines that come at intervals, at half of the capacity; change from figures of every step"
-    table = Table(
-        "load", "policy", "every, ms", "TTFT mean, ms", "", "TPOT mean, ms", "", title=title, caption="simulated"
-    )
+    title = "Figures of engines that come at intervals; change from figures of every step"
+    columns = ("load", "share", "policy", "every, ms", "TTFT mean, ms", "", "TPOT mean, ms", "")
+    table = Table(*columns, title=title, caption="simulated")
     for aged in findings.ages:
-        row = [aged.load, aged.policy, f"{aged.period_ms:g}"]
+        row = [aged.load, f"{aged.share:.0%}", aged.policy, f"{aged.period_ms:g}"]
         for name in ("TTFT mean", "TPOT mean"):
             value = FIGURES[name](aged.measured)
             row += [f"{value:.1f}", percent(value / FIGURES[name](findings.fresh(aged)) - 1)]
