@@ -104,7 +104,6 @@ for _name in _LOADS:
     )
 
 TABLE = (VLLM, VLLM_LEAST, DPLB, SJFS, EDR, GIMBAL_V1, GIMBAL_V2, MOESTRO)  # of the latency tables
-REPEATED = (VLLM, VLLM_LEAST, GIMBAL_V1, GIMBAL_V2, MOESTRO)  # whole systems: the paper repeats them under three seeds
 PLACEMENTS = tuple(f"place:{name}" for name in _LOADS)
 STACK = (VLLM_EPLB, ROUTE, ORDER, PLACE, MOESTRO)
 
