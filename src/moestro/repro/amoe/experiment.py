@@ -8,7 +8,7 @@ import numpy as np
 from rich.console import RenderableType
 
 from moestro.repro import ReproSettings
-from moestro.repro.amoe.claims import claims_of
+from moestro.repro.amoe.claims import CLAIMS, claims_of
 from moestro.repro.amoe.loads import (
     LENGTHS,
     AmoeCell,
@@ -48,7 +48,7 @@ class AmoeExperiment(PartsExperiment[AmoeFindings, Part]):
 
     findings_type = AmoeFindings
     drawing = "moestro.repro.amoe.draw"
-    setup, figures = SETUP, FIGURES
+    setup, figures, claim_rows = SETUP, FIGURES, CLAIMS
 
     def num_runs(self, load: str) -> int:
         """Runs at rates, and one for all runs with constant numbers of requests of each system."""
