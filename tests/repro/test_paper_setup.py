@@ -70,7 +70,7 @@ def test_a_claim_states_figures_of_the_paper_or_its_words(paper, row):
     """Percentages in a sentence are those of the row's figures, or of its words."""
     assert set(row.figures) <= set(EXPERIMENTS[paper].figures)
     percentages = set(re.findall(r"(\d+(?:\.\d+)?) %", row.sentence))
-    stated = {f"{100 * abs(figure.value):.3g}" for figure in row.figures} | set(re.findall(r"\d+\.\d+", row.quote))
+    stated = {f"{100 * abs(figure.value):.3g}" for figure in row.figures} | set(re.findall(r"\d+(?:\.\d+)?", row.quote))
     assert row.where == "our own goal" or percentages <= stated
     text = SEEDS / PAPERS[paper]
     if row.quote and text.exists():

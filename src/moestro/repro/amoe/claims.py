@@ -273,7 +273,7 @@ CLAIMS: tuple[Row, ...] = (
     ),
     ClaimRow(
         where="Fig. 11",
-        sentence="defrag has lower ITL and higher throughput than mtfs and flfs at 0.8 of its highest throughput",
+        sentence="defrag has lower ITL and higher throughput than mtfs and flfs at 80 % of its highest throughput",
         quote="when the system operates at approximately 80% of its maximum achievable throughput",
         cases=_schedulers, ours=lambda cells: ", ".join(map(_point, cells.values())) or "not run",
         holds=lambda cells: _is_defrag_best(cells) if cells else None,
