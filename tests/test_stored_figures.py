@@ -6,6 +6,7 @@ import json
 import math
 import re
 import statistics
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
@@ -30,6 +31,9 @@ from moestro.repro.qllm.paper import ratios as qllm_ratios
 from moestro.repro.results import Reproduced
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+from stored_results import records  # noqa: E402 (its folder is no package)
+
 RESULTS = ROOT / "bench" / "results"
 README = (ROOT / "README.md").read_text()
 JUDGED = ("ttft_mean_ms", "ttft_p99_ms", "tpot_mean_ms", "tokens_per_s")  # figures of simulated fleets, in this order
@@ -42,7 +46,7 @@ def stored(name: str) -> dict:
 
 def vllm_ratios(*names: str) -> list[float]:
     """Medians of vLLM's tokens per second over Moestro's, in order."""
-    rows = [row for name in names for row in stored(f"serving/{name}.json")["rows"] if row["system"] == "vllm"]
+    rows = [row for name in names for row in stored(f"{name}.json")["rows"] if row["system"] == "vllm"]
     return sorted(row["output_tokens_per_s_over_moestro"]["median"] for row in rows)
 
 
@@ -108,17 +112,29 @@ def near_best() -> str:
     return f"{sum(cell['moestro'] <= 1.05 * min(cell.values()) for cell in cells)} of {len(cells)}"
 
 
-# What a row's claim contains, and what its figure is.
-FIGURES: dict[str, Callable[[], str]] = {
-    "1 to 32 users, AMD": lambda: span(vllm_ratios("engine_cpu_demo", "engine_cpu_640m", "engine_cpu_long")),
-    "Intel CPU with AVX-512": lambda: span(vllm_ratios("engine_avx512_demo", "engine_avx512_640m")),
-    "CPU time of `moestro route`": router_cpu,
-    "100 kills and stops of expert workers": kills,
-    "as a multiple of FCFS": lambda: preemption("continuous, FCFS"),
-    "iteration-level priority": lambda: preemption("iteration-level priority"),
-    "whose requests poison engines": poison,
-    "LMetric's set-up": near_best,
+AMD = ("serving/engine_cpu_demo", "serving/engine_cpu_640m", "serving/engine_cpu_long")
+INTEL = ("serving/engine_avx512_demo", "serving/engine_avx512_640m")
+PREEMPTION = ("serving/preemption_640m_kernels",)
+
+# What a row's claim contains, what its figure is, and the results that it is from.
+FIGURES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
+    "1 to 32 users, AMD": (lambda: span(vllm_ratios(*AMD)), AMD),
+    "Intel CPU with AVX-512": (lambda: span(vllm_ratios(*INTEL)), INTEL),
+    "CPU time of `moestro route`": (router_cpu, ("routing/router_overhead",)),
+    "100 kills and stops of expert workers": (kills, ("robustness/failures",)),
+    "as a multiple of FCFS": (lambda: preemption("continuous, FCFS"), PREEMPTION),
+    "iteration-level priority": (lambda: preemption("iteration-level priority"), PREEMPTION),
+    "whose requests poison engines": (poison, ("robustness/strangers",)),
+    "LMetric's set-up": (near_best, ("repro/lmetric",)),
 }
+
+
+def days(*names: str) -> str:
+    """The days of November on which the runs of results were made, first to last."""
+    starts = sorted(record["started_at"][:10] for name in names for record in records(f"{name}.json"))
+    assert {start[:8] for start in starts} == {"2026-11-"}
+    first, last = (int(start[8:]) for start in (starts[0], starts[-1]))
+    return f"{first} Nov" if first == last else f"{first} to {last} Nov"
 
 
 @cache
@@ -240,6 +256,14 @@ def replay_ratios() -> list[str]:
     trace = "Mooncake conversation, 16 engines"
     ratios = [found[f"{trace}, round_robin"], found[f"{trace}, dynamo"]]
     return [*(f"{ratio:.1f}" for ratio in ratios), f"{found['one engine, 1024/256']:.2f}"]
+
+
+def group_speeds() -> list[str]:
+    """CPU-seconds of a simulated second of three groups with compiled draws, then their shares of NumPy's."""
+    found = stored("simulator/group_speed.json")
+    runs = [found[name] for name in ("async", "ep", "gimbal")]
+    seconds = [run["cpu_s_per_simulated_s"]["compiled"]["median"] for run in runs]
+    return [*(f"{each:.2g}" for each in seconds), *ratios(run["compiled_over_numpy"]["median"] for run in runs)]
 
 
 def plan_ms(case: str) -> list[str]:
@@ -540,6 +564,8 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
     },
     "simulator.md": {
         "So Dynamo takes {} and {} times our time with 16 engines, and {} with one": replay_ratios,
+        "expert workers take {} in `async` and {} in ideal `ep`,\nGimbal's two ranks at 1.4 requests a second {}.\n"
+        "Compiled draws of experts take {}, {} and {} of the time with NumPy's": group_speeds,
     },
     "route.md": {
         "({} and {} of sglang-router)": router_cpu_of_best_peer,
@@ -547,6 +573,10 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "| `lmetric` | {} | {} | {} ({} to {}) |": partial(vllm_pair, "lmetric"),
         "| `moestro` | {} | {} | {} ({} to {}) |": partial(vllm_pair, "moestro"),
         "in mid-run, {} of {} requests were answered": vllm_kill,
+        "At 50 and 100 % it holds for {} and {} of 10": lambda: [
+            stored("routing/vllm_loads.json")["by_share"][share]["pairs_in_equal_order"].split()[0]
+            for share in ("0.5", "1")
+        ],
         "costs {} µs in the API server, and {} µs in the router, of which {} read and report it": load_report_us,
         "The header has {} bytes": lambda: [str(stored("micro/load_report.json")["figures"]["header, bytes"])],
     },
@@ -575,22 +605,28 @@ def test_a_sentence_of_a_page_has_the_stored_figures(page, sentence):
     assert expected in (ROOT / "docs" / page).read_text()
 
 
-def rows() -> list[tuple[str, str, str]]:
-    """Claim, figure and kind of each row of the table of figures."""
+def rows() -> list[tuple[str, str, str, str]]:
+    """Claim, figure, kind and days of each row of the table of figures."""
     found = []
     (table,) = re.findall(r"<!-- figures.*?-->\n(.*?)<!-- end -->", README, re.DOTALL)
     for line in table.splitlines()[2:]:
-        claim, figure, kind = (part.strip() for part in line.strip("|").split("|"))
-        found.append((claim, figure, kind))
+        claim, figure, kind, made = (part.strip() for part in line.strip("|").split("|"))
+        found.append((claim, figure, kind, made))
     return found
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0][:60])
 def test_each_figure_is_the_stored_one_and_names_its_kind(row):
-    claim, figure, kind = row
-    (compute,) = [compute for part, compute in FIGURES.items() if part in claim]
+    claim, figure, kind, made = row
+    ((compute, results),) = [each for part, each in FIGURES.items() if part in claim]
     assert figure == compute()
     assert kind in KINDS
+    assert made == days(*results)
+
+
+def test_readme_says_how_many_cells_are_not_near_the_best():
+    near, total = map(int, near_best().split(" of "))
+    assert f"In the other {total - near} cells another policy is better by more" in README
 
 
 def test_readme_is_short():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -33,25 +34,47 @@ def store(clone, commit):
 
 
 def test_a_result_is_older_once_its_room_has_changed_and_not_by_another_room(clone):
-    assert stored_results.older() == []
+    assert stored_results.older() == {}
     (clone / "src/moestro/engine").mkdir()
     (clone / "src/moestro/engine/scheduler.py").write_text("new\n")
     subprocess.run(["git", "add", "."], cwd=clone, check=True)
-    assert stored_results.older() == []
+    assert stored_results.older() == {}
     (clone / "src/moestro/routing/router.py").write_text("second\n")
-    assert stored_results.older() == ["micro/router_decision.json"]
+    assert list(stored_results.older()) == ["micro/router_decision.json"]
 
 
 @pytest.mark.parametrize("commit", ["", "0123456789ab"])
 def test_a_result_of_an_unknown_commit_counts_as_older(clone, commit):
     store(clone, commit)
-    assert stored_results.older() == ["micro/router_decision.json"]
+    assert list(stored_results.older()) == ["micro/router_decision.json"]
 
 
 def test_older_results_are_printed(clone, capsys):
     (clone / "src/moestro/routing/router.py").write_text("second\n")
     assert stored_results.main() == 0
-    assert capsys.readouterr().out == "micro/router_decision.json\n"
+    assert capsys.readouterr().out.splitlines() == [
+        "micro/router_decision.json: 1 of 1 runs, day unknown",
+        "1 of 1 results are older than their code",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stored", "commits"),
+    [
+        ({"conditions": {"commit": "a"}}, ["a"]),
+        ({"commit": "a"}, ["a"]),
+        (
+            {"conditions": {"commit": "a"}, "parts": {"chat": {"commit": "b"}}, "renewed": {"x": {"commit": "c"}}},
+            ["b", "c"],
+        ),
+        ({"ours": {"conditions": {"commit": "a"}}, "theirs": {"conditions": {"commit": "b-dirty"}}}, ["a", "b"]),
+        ({"rows": []}, [""]),
+    ],
+)
+def test_every_run_of_a_result_counts(clone, stored, commits):
+    (clone / "bench/results/micro/router_decision.json").write_text(json.dumps(stored))
+    found = stored_results.records("micro/router_decision.json")
+    assert [stored_results.commit_of(record) for record in found] == commits
 
 
 @pytest.mark.parametrize("result", stored_results.results())

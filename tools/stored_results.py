@@ -2,9 +2,9 @@
 
     python tools/stored_results.py
 
-A result stores the commit of the package that it measured. It is older than its code if a folder that it measures has
-changed since then, or if its commit is unknown. The list follows from the history and is stored nowhere: every commit
-changes it.
+A result stores the commit of the package that each of its runs measured. It is older than its code if a folder that it
+measures has changed since one of them, or if a commit is unknown. The list follows from the history and is stored
+nowhere: every commit changes it.
 """
 
 from __future__ import annotations
@@ -58,15 +58,18 @@ def results() -> list[str]:
     return sorted(str(path.relative_to(RESULTS)) for path in RESULTS.rglob("*.json"))
 
 
-def conditions(result: str) -> dict[str, Any]:
-    """The conditions of a result. Old ones have some of them at the top level."""
+def records(result: str) -> list[dict[str, Any]]:
+    """The conditions of every run that a result is made of: of its parts and of what was renewed, or of the whole."""
     stored = json.loads((RESULTS / result).read_text())
-    return stored.get("conditions", stored)
+    parts = [*stored.get("parts", {}).values(), *stored.get("renewed", {}).values()]
+    whole = stored.get("conditions", stored)  # old results have some conditions at the top level
+    nested = [each["conditions"] for each in stored.values() if isinstance(each, dict) and "conditions" in each]
+    return parts or ([whole] if "commit" in whole else nested) or [whole]
 
 
-def commit_of(result: str) -> str:
-    """The commit of the package that a result measured, or NO_COMMIT."""
-    return (conditions(result).get("commit") or NO_COMMIT).removesuffix("-dirty")
+def commit_of(record: dict[str, Any]) -> str:
+    """The commit of the package that a run measured, or NO_COMMIT."""
+    return (record.get("commit") or NO_COMMIT).removesuffix("-dirty")
 
 
 def folders_of(result: str) -> list[str]:
@@ -75,10 +78,15 @@ def folders_of(result: str) -> list[str]:
     return [f"src/moestro/{room}" for room in MEASURES[beginning]]
 
 
-def is_older(result: str) -> bool:
-    """Whether the code that a result measures has changed since its commit, or that commit is unknown."""
-    commit = commit_of(result)
-    return commit == NO_COMMIT or _git("diff", "--quiet", commit, "--", *folders_of(result)).returncode != 0
+def num_older(result: str) -> int:
+    """The number of runs whose code has changed since their commit, or whose commit is unknown."""
+    commits = [commit_of(record) for record in records(result)]
+    has_changed = {commit: _has_changed(commit, folders_of(result)) for commit in set(commits)}
+    return sum(has_changed[commit] for commit in commits)
+
+
+def _has_changed(commit: str, folders: list[str]) -> bool:
+    return commit == NO_COMMIT or _git("diff", "--quiet", commit, "--", *folders).returncode != 0
 
 
 def has_history() -> bool:
@@ -91,9 +99,15 @@ def _git(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def older() -> list[str]:
-    """The results that are older than the code that they measure."""
-    return [result for result in results() if is_older(result)]
+def older() -> dict[str, str]:
+    """By result that is older than the code that it measures: how many of its runs are, and the day of the first."""
+    found = {}
+    for result in results():
+        if num := num_older(result):
+            runs = records(result)
+            days = [record["started_at"][: len("2026-01-01")] for record in runs if record.get("started_at")]
+            found[result] = f"{num} of {len(runs)} runs, {min(days, default='day unknown')}"
+    return found
 
 
 def results_table() -> str:
@@ -112,8 +126,10 @@ def main() -> int:
     if not has_history():
         print("the ages of results need git and a clone with all commits")
         return 1
-    for result in older():
-        print(result)
+    found = older()
+    for result, runs in found.items():
+        print(f"{result}: {runs}")
+    print(f"{len(found)} of {len(results())} results are older than their code")
     return 0
 
 
