@@ -199,10 +199,19 @@ def test_memory_is_judged_only_where_the_threshold_binds():
 
 def test_hits_are_compared_by_count_and_rate():
     def prefix(system: str, run: int, hits: int) -> PrefixCell:
-        return PrefixCell(load="p", system=system, run=run, num_requests=10, hit_blocks=hits, queried_blocks=1000)
+        return PrefixCell(load=load, system=system, run=run, num_requests=10, hit_blocks=hits, queried_blocks=1000)
 
-    runs = [prefix(VLLM, 0, 40), prefix(VLLM, 1, 30), prefix(GIMBAL_V1, 0, 44), prefix(GIMBAL_V1, 1, 44)]
-    assert list(verdicts(GimbalFindings(prefixes=runs)).values()) == [True, True]
+    for load in (part.name for part in whole(1000) if part.counts_hits):
+        runs = [prefix(VLLM, 0, 40), prefix(VLLM, 1, 30), prefix(GIMBAL_V1, 0, 44), prefix(GIMBAL_V1, 1, 44)]
+        assert list(verdicts(GimbalFindings(prefixes=runs)).values()) == [True, True], load
+
+
+def test_the_stack_is_judged_where_it_was_run_and_shows_what_was_run():
+    base, ours = cell("stack", VLLM_EPLB, 100.0), cell("stack", MOESTRO, 90.0)
+    [claim] = claims_of(GimbalFindings(cells=[base, ours]))
+    assert (claim.ours, claim.holds) == ("moestro: TTFT -10.0%, TPOT +0.0%, throughput +0.0%", True)
+    assert claims_of(GimbalFindings(cells=[base, cell("stack", PLACE, 90.0)])) == []
+    assert claims_of(GimbalFindings(cells=[ours])) == []
 
 
 # --- loads and plans --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from rich.table import Table
 from moestro.errors import ConfigError
 from moestro.repro.experiment import PartsExperiment, chosen_parts
 from moestro.repro.gimbal import GimbalSettings
-from moestro.repro.gimbal.claims import claims_of
+from moestro.repro.gimbal.claims import CLAIMS, claims_of
 from moestro.repro.gimbal.loads import (
     CELL_FIGURES,
     GimbalCell,
@@ -119,7 +119,7 @@ class GimbalExperiment(PartsExperiment[GimbalFindings, GimbalPart]):
 
     findings_type = GimbalFindings
     drawing = "moestro.repro.gimbal.draw"
-    setup, figures = SETUP, FIGURES
+    setup, figures, claim_rows = SETUP, FIGURES, CLAIMS
 
     def __init__(
         self, parts: Sequence[GimbalPart], trace: Path | None, recording: tuple[Path, Path] | None = None
