@@ -145,16 +145,16 @@ def skew_table() -> str:
     return table_of_rows(["exponent", "balance in order", *(f"`{system}`" for system in systems)], rows)
 
 
-def routing_table(load: str) -> str:
-    """Placements alone under recorded routing, and beside it: changes from experts in order."""
+def routing_table(load: str, systems: Sequence[str] = PLACEMENTS) -> str:
+    """Systems under recorded routing, and beside it: changes from the first."""
     findings, rows = _findings("gimbal"), []
     [rate] = findings.rates(load)
-    for system in PLACEMENTS:
+    for system in systems:
         row = [f"`{system}`"]
         for setting in findings.settings(load):
-            cells, base = (findings.of(load, rate, name, setting) for name in (system, PLACEMENTS[0]))
+            cells, base = (findings.of(load, rate, name, setting) for name in (system, systems[0]))
             milliseconds = f"{_mean('TTFT', base):,.0f} / {_mean('TPOT', base):.1f} ms"
-            change = milliseconds if system == PLACEMENTS[0] else " / ".join(_changes(findings, cells, base))
+            change = milliseconds if system == systems[0] else " / ".join(_changes(findings, cells, base))
             [first, *_] = cells
             row.append(f"{change}, {first.balance:.3f}, {first.kept_pairs:.1%}, {first.moved_gb:.1f} GB")
         rows.append(row)
