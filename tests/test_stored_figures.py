@@ -258,6 +258,17 @@ def replay_ratios() -> list[str]:
     return [*(f"{ratio:.1f}" for ratio in ratios), f"{found['one engine, 1024/256']:.2f}"]
 
 
+def aged(share: float, policies: tuple[str, ...], period_ms: float) -> list[float]:
+    """By policy, the change of mean TTFT by figures of engines that come at intervals, on chats."""
+    runs = {(each.policy, each.period_ms): each for each in lmetric().ages if each.share == share}
+    means = {key: each.measured.ttft_ms.mean for key, each in runs.items()}
+    return [means[name, period_ms] / means[name, 0] - 1 for name in policies]
+
+
+def largest_aged(share: float, policies: tuple[str, ...]) -> str:
+    return f"{100 * max(abs(each) for age in (100, 1000) for each in aged(share, policies, age)):.1f}"
+
+
 def group_speeds() -> list[str]:
     """CPU-seconds of a simulated second of three groups with compiled draws, then their shares of NumPy's."""
     found = stored("simulator/group_speed.json")
@@ -514,6 +525,15 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         ),
         "(`async_colocated`) has {} to {} times": colocated,
         "has {} times the best other capacity there, and {} times its own on one machine": scaling,
+        "cost vLLM's two balancers {} and {} % of mean TTFT, of 100 ms ago {} and {} %.": lambda: [
+            f"{100 * each:.{digits}f}"
+            for age, digits in ((1000, 0), (100, 1))
+            for each in aged(0.5, ("vllm-0.26", "vllm-0.27"), age)
+        ],
+        "mean TTFT changes by at most {} %.\n- At 90 %": lambda: [largest_aged(0.5, ("lmetric", "moestro"))],
+        "no policy's mean TTFT changes by more than {} %.": lambda: [
+            largest_aged(0.9, ("vllm-0.26", "vllm-0.27", "lmetric", "moestro"))
+        ],
         "That is {} of the {} blocks": gimbal_blocks,
         "{} with `gimbal_v1` (the paper: -17.8 %), {} with `gimbal_v2` (-42.9 %) and {} with `moestro`;\n"
         "with vLLM's own balancer it changes by {}.": partial(
