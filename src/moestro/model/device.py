@@ -18,9 +18,8 @@ from moestro.core.request import CardMemory, ModelInfo, SamplingDefaults
 from moestro.core.views import LS
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, SAMPLING_ROW, BlockMoves, Forward, StepResult, Units
 from moestro.errors import ConfigError
-from moestro.model.check import TESTED_FAMILIES, check_network
+from moestro.model.check import TESTED_FAMILIES, check_network, eos_token_ids, read_generation_config, sampling_defaults
 from moestro.model.experts.gate_override import make_override
-from moestro.model.generation_config import eos_token_ids, read_generation_config, sampling_defaults
 from moestro.model.kernels.kernel_choice import begin_search, choose_kernels
 from moestro.model.load import load_network, read_config
 from moestro.model.network import Network, WorkerShare
