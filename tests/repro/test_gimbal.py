@@ -325,13 +325,15 @@ def test_loads_of_a_later_run_take_the_place_of_the_stored_ones(tmp_path, monkey
 
 def test_what_a_plan_has_and_the_stored_runs_lack_is_run_at_their_level():
     part = GimbalPart(
-        name="slow_few", finds="slowdown", num_requests=6, rates=(1.4,), systems=(VLLM, MOESTRO), repeated=(VLLM,),
-        seeds=(0, 1), bed=EpBed(network="small"),
+        name="slow_few", finds="slowdown", num_requests=6, rates=(1.4,), systems=(VLLM, MOESTRO), seeds=(0, 1),
+        bed=EpBed(network="small"),
     )  # fmt: skip
     experiment = GimbalExperiment([part], None)
     found = GimbalFindings(levels={"slow_few": 3.0})
     experiment.run_missing("slow_few", found, lambda what: None)
-    assert [(each.system, each.seed) for each in found.cells] == [(VLLM, 0), (MOESTRO, 0), (VLLM, 1)]
+    assert [(each.system, each.seed) for each in found.cells] == [
+        (VLLM, 0), (MOESTRO, 0), (VLLM, 1), (MOESTRO, 1)
+    ]  # fmt: skip
     steps: list[str] = []
     less = GimbalFindings(levels=found.levels, cells=found.cells[:1] + found.cells[2:])
     experiment.run_missing("slow_few", less, steps.append)

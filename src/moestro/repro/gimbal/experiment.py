@@ -139,7 +139,7 @@ class GimbalExperiment(PartsExperiment[GimbalFindings, GimbalPart]):
         part = self.parts[load]
         if part.counts_hits:
             return len(part.systems) * part.num_runs
-        at_rates = len(part.systems) * max(len(part.rates), 1) + len(part.repeated) * (len(part.seeds) - 1)
+        at_rates = len(part.systems) * (max(len(part.rates), 1) + len(part.seeds) - 1)
         return len(part.settings) * (at_rates + bool(part.finds))
 
     def run(self, load: str, step: Callable[[str], None]) -> GimbalFindings:
@@ -255,5 +255,5 @@ def _runs(part: GimbalPart, setting: str) -> Iterator[RunName]:
         for system in part.systems:
             yield RunName(load=part.name, rate=rate, system=system, seed=part.seeds[0], setting=setting)
     for seed in part.seeds[1:]:
-        for system in part.repeated:
+        for system in part.systems:
             yield RunName(load=part.name, rate=part.rates[-1], system=system, seed=seed, setting=setting)

@@ -55,8 +55,7 @@ class GimbalPart:
         num_requests: requests of a run.
         rates: requests a second.
         systems: systems, the baseline first.
-        repeated: systems that the last rate runs under further seeds.
-        seeds: seeds of requests, arrivals, popularity and gate; the first serves all systems and rates.
+        seeds: seeds of requests, arrivals, popularity and gate; only the last rate runs under more than the first.
         kv_blocks: KV blocks of a rank that are tried; none means the bed's.
         skews: exponents of Zipf that are tried; none means the bed's.
         routings: origins of the experts of tokens that are tried; none means the bed's.
@@ -72,7 +71,6 @@ class GimbalPart:
     num_requests: int = 1000
     rates: tuple[float, ...] = RATES
     systems: tuple[str, ...] = TABLE
-    repeated: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)
     kv_blocks: tuple[int, ...] = ()
     skews: tuple[float, ...] = ()
@@ -119,14 +117,14 @@ def _latency_tables(num_requests: int) -> list[GimbalPart]:
     parts = [GimbalPart(name=f"healthy_{shape}", shape=shape, num_requests=num_requests) for shape in SHAPES]
     parts += [
         GimbalPart(
-            name=f"slow_{shape}", finds="slowdown", shape=shape, num_requests=num_requests, repeated=TABLE,
+            name=f"slow_{shape}", finds="slowdown", shape=shape, num_requests=num_requests,
             seeds=SEEDS,
         )
         for shape in SHAPES
     ]  # fmt: skip
     parts += [
         GimbalPart(
-            name=f"scarce_{shape}", shape=shape, num_requests=num_requests, repeated=TABLE, seeds=SEEDS,
+            name=f"scarce_{shape}", shape=shape, num_requests=num_requests, seeds=SEEDS,
             bed=replace(_TWO_A100, num_blocks=SCARCE_BLOCKS),
         )
         for shape in SHAPES
@@ -153,7 +151,7 @@ def _recorded(num_requests: int) -> tuple[GimbalPart, ...]:
         ),
         GimbalPart(
             name="recorded_scarce", num_requests=num_requests, rates=(_RECORDED_RATE,), shape="average",
-            repeated=TABLE, seeds=SEEDS, bed=replace(bed, num_blocks=SCARCE_BLOCKS), routings=("recorded", "shifted"),
+            seeds=SEEDS, bed=replace(bed, num_blocks=SCARCE_BLOCKS), routings=("recorded", "shifted"),
         ),
     )  # fmt: skip
 
@@ -282,7 +280,7 @@ SETUP = (
         where="section V-B1",
         quote="three independent repeated experiments for both vLLM and Gimbal at 1.4 RPS",
         value={3},
-        ours=lambda experiment: {len(part.seeds) for part in _latency_parts(experiment) if part.repeated},
+        ours=lambda experiment: {len(part.seeds) for part in _latency_parts(experiment) if len(part.seeds) > 1},
     ),
     SetupRow(
         what="prefix caching in the latency tables",
