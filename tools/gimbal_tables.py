@@ -159,3 +159,8 @@ def routing_table(load: str, systems: Sequence[str] = PLACEMENTS) -> str:
             row.append(f"{change}, {first.balance:.3f}, {first.kept_pairs:.1%}, {first.moved_gb:.1f} GB")
         rows.append(row)
     return table_of_rows(["system", *(f"{name}" for name in findings.settings(load))], rows)
+
+
+def recorded_systems_table() -> str:
+    """Whole systems under recorded routing with scarce KV memory: changes from `vllm`."""
+    return routing_table("recorded_scarce", TABLE)

@@ -459,9 +459,10 @@ def _of_engine(engine: _TableEngine) -> Iterator[Row]:
 
 
 def _under_recording(where: str, system: str, figures: Mapping[str, PaperFigure]) -> Row:
+    stated = _shown({name: figure.value for name, figure in figures.items()})
     return ClaimRow(
-        where=where, sentence=_shown({name: figure.value for name, figure in figures.items()}),
-        figures=tuple(figures.values()), cases=partial(_recordings, system, figures), ours=_shown,
+        where=where, sentence=f"{system} with real routing: {stated} from vLLM", figures=tuple(figures.values()),
+        cases=partial(_recordings, system, figures), ours=_shown,
         holds=lambda changes: all(figure.is_reached(changes[name]) for name, figure in figures.items()),
         why="requests wait for KV memory, as in the table of scarce memory; where experts lie changes the time of a"
         " step little, with affinity between layers and without",
