@@ -52,7 +52,7 @@ def expected(tmp_path_factory) -> list[str]:
 @pytest.mark.parametrize("num_cards", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["one card", "a card each"])
 def test_engines_that_share_their_experts_give_the_answers_of_one_device(num_cards, expected, tmp_path):
     with imitating(tmp_path, num_cards, "--mode", "ep", "--engines", "2") as running:
-        way = "gloo through host memory, because processes share a GPU" if num_cards == 1 else "NCCL"
+        way = "sockets through host memory, because processes share a GPU" if num_cards == 1 else "NCCL"
         assert f"Engines exchange tokens by {way}" in " ".join(running.text.split())
         assert texts(ask_many(running, NUM)) == expected
         old = running.ranks()[1]

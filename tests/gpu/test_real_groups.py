@@ -22,7 +22,7 @@ FLAGS = ("--dtype", "bfloat16", "--kv-cache-memory-bytes", "200000000", "--max-n
          "--max-num-batched-tokens", "512")  # fmt: skip
 NUM, NUM_EXPERTS = 10, 16
 GREEDY = {"temperature": 0, "seed": None, "logprobs": None, "max_tokens": 24}
-GLOO = "gloo through host memory, because processes share a GPU"
+SHARED = "through host memory, because processes share a GPU"
 MODES = {
     "fused": (),
     "ep": ("--mode", "ep", "--engines", "2"),
@@ -76,9 +76,9 @@ def test_processes_that_share_a_gpu_give_the_answers_of_one_while_a_worker_dies(
         expected = texts(ask_many(running["fused"], NUM, **GREEDY))
         assert len(set(expected)) > 1
         assert texts(ask_many(running["ep"], NUM, **GREEDY)) == expected
-        assert f"Engines exchange tokens by {GLOO}" in " ".join(running["ep"].text.split())
+        assert f"Engines exchange tokens by sockets {SHARED}" in " ".join(running["ep"].text.split())
         group = running["async"]
-        assert f"large tensors go to 2 of 2 workers by {GLOO}" in " ".join(group.text.split())
+        assert f"large tensors go to 2 of 2 workers by gloo {SHARED}" in " ".join(group.text.split())
         assert texts(ask_many(group, NUM, **GREEDY)) == expected
         old = worker(group, "experts", 0)
         with ThreadPoolExecutor(1) as pool:

@@ -19,7 +19,7 @@ from torch import distributed
 
 from moestro.model import channels
 from moestro.model.channels import CPU, TensorChannel, TensorChannels, choose_backend, describe_backend, name_device
-from moestro.model.experts.expert_slots import GroupExchange, GroupPlace
+from moestro.model.experts.exchange import GroupExchange, GroupPlace, Meeting
 from moestro.model.staged.staged_device import TorchFrames
 
 OTHER = "another card"
@@ -63,6 +63,16 @@ def test_a_device_is_named_by_its_card_and_not_by_its_number(monkeypatch):
     assert name_device(torch.device("cuda", 3)) == "GPU-3"
 
 
+class NoHost:
+    """Carries nothing."""
+
+    def gather(self, numbers):
+        raise NotImplementedError
+
+    def swap(self, sent, received):
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize("other", [OTHER, "imitated-0"])
 def test_a_group_begins_with_the_backend_of_all_its_devices(other, monkeypatch):
     calls = []
@@ -70,16 +80,14 @@ def test_a_group_begins_with_the_backend_of_all_its_devices(other, monkeypatch):
     monkeypatch.setattr(distributed, "init_process_group", lambda *args, **options: calls.append((args, options)))
     store = distributed.HashStore()
     store.set("device-1", other)
-    exchange = GroupExchange(GroupPlace(worker=0, num_workers=2, timeout_s=9.0), store, DEVICE)
-    ((args, options),) = calls
+    group = GroupExchange(GroupPlace(worker=0, num_workers=2, timeout_s=9.0), Meeting(store, NoHost()), DEVICE)
     assert store.get("device-0") == b"imitated-0"
-    is_nccl = other == OTHER
-    assert args == ("cpu:gloo,cuda:nccl" if is_nccl else "gloo",)
-    assert options == {
-        "store": store, "rank": 0, "world_size": 2, "timeout": timedelta(seconds=9),
-        "device_id": DEVICE if is_nccl else None,
+    options = {
+        "store": store, "rank": 0, "world_size": 2, "timeout": timedelta(seconds=9), "device_id": DEVICE,
     }  # fmt: skip
-    assert ("NCCL, because each" in exchange.note) == is_nccl
+    assert calls == ([(("nccl",), options)] if other == OTHER else [])
+    assert ("NCCL, because each" in group.note) == (other == OTHER)
+    assert ("sockets through host memory, because processes share" in group.note) == (other != OTHER)
 
 
 class Ends:

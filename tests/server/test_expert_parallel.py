@@ -44,7 +44,7 @@ from moestro.core.experts.expert_table import EMPTY
 from moestro.engine.lock_step import spread_over_ranks
 from moestro.errors import ConfigError, GroupLostError
 from moestro.flow.settings import SteppingSettings
-from moestro.model.experts.expert_slots import GroupPlace, meet
+from moestro.model.experts.exchange import GroupPlace, meet
 from moestro.model.settings import ModelSettings
 
 NUM_ENGINES = 3

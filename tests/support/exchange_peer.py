@@ -1,4 +1,4 @@
-"""A process of an exchange that ends, or stands still, in the middle."""
+"""Processes of an exchange: how one joins it, and one that ends, or stands still, in the middle."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ import time
 import torch
 from torch import distributed
 
-from moestro.model.experts.expert_slots import GroupExchange, GroupPlace
+from moestro.model.experts.exchange import GroupExchange, GroupPlace, Meeting
+from moestro.wire.sockets import SocketExchange
+
+
+def join(place: GroupPlace, path: str) -> tuple[GroupExchange, SocketExchange]:
+    """Join a group on CPUs over the store at `path`; return its exchange, and the sockets that carry it."""
+    store = distributed.FileStore(path, place.num_workers)
+    host = SocketExchange(place.worker, place.num_workers, place.timeout_s, store)
+    return GroupExchange(place, Meeting(store, host), torch.device("cpu")), host
 
 
 def run_peer(place: GroupPlace, path: str, is_ready, *, ends: bool) -> None:
     """Take part in one exchange over the store at `path`, and in no other. `is_ready`: set when all is imported."""
     is_ready.set()
-    exchange = GroupExchange(place, distributed.FileStore(path, place.num_workers), torch.device("cpu"))
+    exchange, _ = join(place, path)
     exchange.exchange_counts(torch.zeros(place.num_workers, 1, dtype=torch.int64))
     if ends:
         os._exit(1)

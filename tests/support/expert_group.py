@@ -1,4 +1,4 @@
-"""Processes that spread their experts over a gloo group and generate greedily, each under its own random schedule."""
+"""Processes that spread their experts in a group and generate greedily, each under its own random schedule."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from parity import drive, tiny
+from support.exchange_peer import join
 from support.expert_tables import scatter
 from support.loaded_processes import LOADED
-from torch import distributed
 
 from moestro.core.experts.expert_table import ExpertTable, spread_evenly
 from moestro.model.device import TorchDevice
-from moestro.model.experts.expert_slots import GroupExchange, GroupPlace
+from moestro.model.experts.exchange import GroupPlace
 from moestro.model.experts.gate_override import make_override
 from moestro.model.experts.spread_device import SpreadExperts
 from moestro.model.network import Network
@@ -92,7 +92,7 @@ def _load(task: Task) -> Network:
 def _run_worker(place: GroupPlace, store: str, tasks: list[Task], pipe) -> None:
     gc.freeze()  # each network that is cut collects garbage, also among the libraries' objects
     torch.set_num_threads(1)
-    exchange = GroupExchange(place, distributed.FileStore(store, place.num_workers), torch.device("cpu"))
+    exchange, sockets = join(place, store)
     done = []
     for number, task in enumerate(tasks):
         network = _load(task)
@@ -103,7 +103,7 @@ def _run_worker(place: GroupPlace, store: str, tasks: list[Task], pipe) -> None:
         spread = SpreadExperts(network, exchange, table)
         rng = np.random.default_rng((number, place.worker))
         done.append(_generate(network, place.worker, rng, (exchange, spread, probe)))
-    distributed.destroy_process_group()
+    sockets.close()
     pipe.send(done)
 
 

@@ -22,10 +22,11 @@ from moestro.engine.rank import build_rank
 from moestro.engine.settings import SchedulerSettings
 from moestro.errors import GroupLostError
 from moestro.model.device import open_device
-from moestro.model.experts.expert_slots import GroupPlace
+from moestro.model.experts.exchange import GroupPlace, Meeting
 from moestro.model.experts.spread_device import open_spread_device
 from moestro.model.settings import ModelSettings
 from moestro.wire.messages import Add, Shutdown, WakeGroup
+from moestro.wire.sockets import SocketExchange
 from moestro.worker.rank_loop import run_rank
 
 _WAIT_S = 120.0
@@ -133,14 +134,14 @@ def _run(rank: int, checkpoints: list[Path], directory: Path, inbox: Any, outbox
 
     for number, checkpoint in enumerate(checkpoints):
         store = distributed.FileStore(str(directory / f"store-{number}"), place.num_workers)
-        device, _ = open_spread_device(settings_of(checkpoint), place, make_table, lambda store=store: store)
+        meeting = Meeting(store, SocketExchange(rank, place.num_workers, place.timeout_s, store))
+        device, _ = open_spread_device(settings_of(checkpoint), place, make_table, lambda meeting=meeting: meeting)
         made = build_lock_step_rank(SETTINGS, device, lambda step: channel.send(WakeGroup(step)))
         try:
             run_rank(made, channel, time.monotonic_ns)
         except GroupLostError:  # the other rank read its shutdown message first, as when a server stops
             while not any(isinstance(message, Shutdown) for message in channel.receive(_WAIT_S)):
                 pass
-        distributed.destroy_process_group()
 
 
 def settings_of(checkpoint: Path, dtype: str = "float64") -> ModelSettings:

@@ -152,21 +152,22 @@ def choose_backend(names: Sequence[str]) -> Backend:
     return "nccl" if have_own and distributed.is_nccl_available() else "gloo"
 
 
-def describe_backend(names: Sequence[str]) -> str:
+def describe_backend(names: Sequence[str], host: str = "gloo") -> str:
     """Describe the choice of `choose_backend` for the operator; "" for processes without GPUs.
 
     Args:
         names: as for `choose_backend`.
+        host: what carries host memory.
     """
     if all(name == CPU for name in names):
         return ""
     if choose_backend(names) == "nccl":
         return "NCCL, because each process has a GPU of its own"
     if CPU in names:
-        return "gloo through host memory, because a process has no GPU"
+        return f"{host} through host memory, because a process has no GPU"
     if len(set(names)) < len(names):
-        return "gloo through host memory, because processes share a GPU, which NCCL refuses"
-    return "gloo through host memory, because this torch was built without NCCL"
+        return f"{host} through host memory, because processes share a GPU, which NCCL refuses"
+    return f"{host} through host memory, because this torch was built without NCCL"
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Checks of a checkpoint: refusals before its weights are read, and a comparison with transformers afterwards.
 
-`files.checkpoint` has checked the files and the sizes. The config, the sampling defaults and the skeleton without weights
-are checked here, so that no answer is silently wrong, and each refusal has its reason. After loading, the paged steps
-of an untested family must equal transformers' own forward pass.
+`files.checkpoint` has checked the files and the sizes. The config, the sampling defaults and the skeleton without
+weights are checked here, so that no answer is silently wrong, and each refusal has its reason. After loading, the paged
+steps of an untested family must equal transformers' own forward pass.
 """
 
 from __future__ import annotations

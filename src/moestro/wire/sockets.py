@@ -1,4 +1,4 @@
-"""Sockets between processes: ZeroMQ sockets with CURVE, and streams of messages within one machine.
+"""Sockets between processes: ZeroMQ sockets with CURVE, and streams and exchanges within one machine.
 
 Each message of a stream has its length in front. Sender and reader write and read the socket themselves. With ZeroMQ,
 two more threads would pass each message on.
@@ -6,17 +6,25 @@ two more threads would pass each message on.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
+import select
 import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import zmq
+from numpy.typing import NDArray
 from zmq.utils import z85
 
 from moestro.core.processes import CurveKeys
+from moestro.errors import GroupLostError
 from moestro.wire.messages import MAX_MESSAGE_BYTES
 
 # Encryption and admission of ZeroMQ's sockets between machines, with CURVE and ZAP (RFC 26 and 27 of ZeroMQ).
@@ -272,3 +280,159 @@ class LocalStream:
 def local_path(address: str) -> str:
     """Return the path of the socket of an address ipc://PATH."""
     return address.removeprefix("ipc://")
+
+
+# The exchange of rows between the workers of a group on one machine.
+
+Int64s = NDArray[np.int64]
+
+_NUMBER = struct.Struct("=i")  # what a worker says first on a connection: its number
+_OWNER = struct.Struct("=iII")  # what Linux knows of the process at the other end: process, user, group
+
+
+class AddressStore(Protocol):
+    """What all workers of a group can read and write, such as `torch.distributed.TCPStore`."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Set a value."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """Return a value, after waiting for it."""
+        ...
+
+
+class SocketExchange:
+    """Exchanges bytes of host memory between the workers of a group, over a Unix socket for each pair.
+
+    gloo gives each message to threads of its own, which takes 5 to 40 times as long (`bench/micro/group_exchange.py`).
+    Linux names the user at the other end of each socket, and other users are refused. After an error all sockets are
+    closed, so that no other worker waits for this one.
+
+    Args:
+        worker, num_workers: number of this worker, and of all. The call returns when all workers have made it.
+        timeout_s: longest wait for another worker, in seconds.
+        store: common store of the workers; a new one for each start of the group.
+
+    Raises:
+        GroupLostError: another worker did not join in time.
+    """
+
+    def __init__(self, worker: int, num_workers: int, timeout_s: float, store: AddressStore) -> None:
+        self._worker, self._num_workers, self._timeout_s = worker, num_workers, timeout_s
+        self._sockets: dict[int, socket.socket] = {}  # by worker
+        with self._losing_group():
+            self._connect(store)
+            for connection in self._sockets.values():
+                connection.settimeout(0)
+
+    def _connect(self, store: AddressStore) -> None:
+        """Connect to the workers with lower numbers, and let the others connect."""
+        name = f"moestro-{secrets.token_hex(16)}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(f"\0{name}")  # in Linux' abstract namespace, which leaves no file behind
+            listener.listen(self._num_workers)
+            listener.settimeout(self._timeout_s)
+            store.set(f"socket-{self._worker}", name)
+            for other in range(self._worker):
+                self._sockets[other] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                connection.settimeout(self._timeout_s)
+                connection.connect(f"\0{store.get(f'socket-{other}').decode()}")
+                if _user_of(connection) != os.getuid():
+                    raise PermissionError(f"the socket of engine {other} belongs to another user")
+                connection.sendall(_NUMBER.pack(self._worker))
+            while len(self._sockets) < self._num_workers - 1:
+                connection, _ = listener.accept()
+                if _user_of(connection) != os.getuid():
+                    connection.close()
+                    continue
+                connection.settimeout(self._timeout_s)
+                (other,) = _NUMBER.unpack(connection.recv(_NUMBER.size, socket.MSG_WAITALL))
+                self._sockets[other] = connection
+
+    def gather(self, numbers: Int64s) -> Int64s:
+        """Gather numbers from all workers, as int64[workers, n]. `numbers`: int64[n], of this worker."""
+        gathered = np.empty((self._num_workers, len(numbers)), np.int64)
+        own = np.ascontiguousarray(numbers, np.int64).view(np.uint8).data
+        self.swap([own] * len(gathered), [row.data for row in gathered.view(np.uint8)])
+        return gathered
+
+    def swap(self, sent: Sequence[memoryview], received: Sequence[memoryview]) -> None:
+        """Send bytes to each worker, and take in those from each.
+
+        Args:
+            sent: bytes by worker.
+            received: memory by worker, to be filled; as long as what that worker sends.
+
+        Raises:
+            GroupLostError: another worker ended, or did not answer in time.
+        """
+        here = self._worker
+        received[here][:] = sent[here]
+        sending, receiving = (
+            {other: parts[other] for other in self._sockets if len(parts[other])} for parts in (sent, received)
+        )
+        with self._losing_group():
+            while True:
+                sending = {other: rest for other, part in sending.items() if (rest := self._send(other, part))}
+                receiving = {other: rest for other, part in receiving.items() if (rest := self._receive(other, part))}
+                if not sending and not receiving:
+                    return
+                self._wait(sending, receiving)
+
+    def _send(self, other: int, part: memoryview) -> memoryview:
+        """Send what the socket takes now, and return the rest."""
+        try:
+            num_bytes = self._sockets[other].send(part)
+        except BlockingIOError:
+            return part
+        except ConnectionError as error:
+            raise _ended(other) from error
+        return part[num_bytes:]
+
+    def _receive(self, other: int, part: memoryview) -> memoryview:
+        """Take in what has come, and return the memory that is still to be filled."""
+        try:
+            num_bytes = self._sockets[other].recv_into(part)
+        except BlockingIOError:
+            return part
+        except ConnectionError as error:
+            raise _ended(other) from error
+        if not num_bytes:
+            raise _ended(other)
+        return part[num_bytes:]
+
+    def _wait(self, sending: Mapping[int, object], receiving: Mapping[int, object]) -> None:
+        """Wait until a socket can go on."""
+        poll = select.poll()
+        for other, connection in self._sockets.items():
+            wanted = select.POLLOUT * (other in sending) | select.POLLIN * (other in receiving)
+            if wanted:
+                poll.register(connection, wanted)
+        if not poll.poll(1e3 * self._timeout_s):
+            late = ", ".join(map(str, sorted({*sending, *receiving})))
+            raise TimeoutError(f"engine {late} did not answer within {self._timeout_s:.0f} s")
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for connection in self._sockets.values():
+            connection.close()
+
+    @contextlib.contextmanager
+    def _losing_group(self) -> Iterator[None]:
+        """Turn an error into a `GroupLostError`. No exchange is possible afterwards."""
+        try:
+            yield
+        except (OSError, RuntimeError, struct.error) as error:
+            self.close()
+            raise GroupLostError(f"the exchange with the other engines of the group failed: {error}") from error
+
+
+def _ended(other: int) -> ConnectionError:
+    return ConnectionError(f"engine {other} ended")
+
+
+def _user_of(connection: socket.socket) -> int:
+    """The user of the process at the other end."""
+    _, user, _ = _OWNER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _OWNER.size))
+    return int(user)

@@ -17,13 +17,14 @@ from moestro.engine.rank import Rank
 from moestro.errors import ConfigError
 from moestro.model.channels import TensorChannels
 from moestro.model.device import open_device
+from moestro.model.experts.exchange import GroupPlace, Meeting, meet
 from moestro.model.experts.expert_open import TorchSlots, open_expert_device
-from moestro.model.experts.expert_slots import GroupPlace, meet
 from moestro.model.experts.spread_device import open_spread_device
 from moestro.model.network import WorkerShare
 from moestro.model.staged.staged_device import ExpertTorchDevice, TorchFrames, open_staged_device
 from moestro.placement.load_window import PAIR_INTERVAL
 from moestro.wire.messages import ExpertsPlaced, LayerMoving, LayerSettled, WakeGroup
+from moestro.wire.sockets import SocketExchange
 from moestro.worker.paced import NetworkAnswers, make_paced_rank, num_blocks_of, paced_notes
 from moestro.worker.paced_group import build_paced_group_rank, load_paced_part, num_part_blocks
 from moestro.worker.rank_builder import (
@@ -35,6 +36,12 @@ from moestro.worker.rank_builder import (
     scheduler_settings,
 )
 from moestro.worker.rank_process import WorkerPart, WorkerSizes
+
+
+def _meet(place: GroupPlace, lock_step: LockStepSpec) -> Meeting:
+    """Meet the other ranks of a group, and connect to them."""
+    store = meet(place, lock_step.port, lock_step.listen_fd, lock_step.join_wait_s(time.monotonic_ns()))
+    return Meeting(store, SocketExchange(place.worker, place.num_workers, place.timeout_s, store))
 
 
 def build_spread_rank(
@@ -56,7 +63,7 @@ def build_spread_rank(
         spec.model,
         place,
         partial(table_of, lock_step),
-        lambda: meet(place, lock_step.port, lock_step.listen_fd, lock_step.join_wait_s(time.monotonic_ns())),
+        partial(_meet, place, lock_step),
         on_phase,
         local_rank_of(spec),
     )

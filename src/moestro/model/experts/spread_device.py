@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it unmarked
 
 from moestro.core.experts.expert_table import EMPTY, ExpertTable, TableMessage
 from moestro.core.experts.layer_moves import LayerPlan, MovingTable
 from moestro.core.request import ModelInfo
 from moestro.core.work import Units
 from moestro.model.device import TorchDevice, open_device
-from moestro.model.experts.expert_slots import ExpertExchange, GroupExchange, GroupPlace, LayerMover, layer_move_of
+from moestro.model.experts.exchange import ExpertExchange, GroupExchange, GroupPlace, Meeting
+from moestro.model.experts.expert_slots import LayerMover, layer_move_of
 from moestro.model.experts.routed import add_contributions, run_slots, tag_of
 from moestro.model.network import Network, WorkerShare
 from moestro.model.pools import KVPools
@@ -294,7 +294,7 @@ def open_spread_device(
     settings: ModelSettings,
     place: GroupPlace,
     make_table: Callable[[int, int], ExpertTable],
-    meet: Callable[[], Store],
+    meet: Callable[[], Meeting],
     on_phase: Callable[[str], None] = lambda _: None,
     local: LocalRank | None = None,
 ) -> tuple[SpreadDevice, ModelInfo]:
@@ -302,7 +302,7 @@ def open_spread_device(
 
     Args:
         make_table: function of (layers, experts of a layer) that returns the placement of the experts.
-        meet: function that waits for the other workers and returns their common store.
+        meet: function that waits for the other workers and connects to them.
         on_phase: as in `open_device`.
         local: as in `open_device`. None means that of `place`.
 

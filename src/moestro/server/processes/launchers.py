@@ -476,7 +476,8 @@ class LocalLauncher:
         self, directory: Path, num_ranks: int, command: Sequence[str] = WORKER, *, has_standby: bool = False
     ) -> None:
         self.server_address = f"ipc://{directory / 'ranks'}"
-        self._directory, self._command, self._environment = directory, command, _environment(num_ranks)
+        self._directory, self._command = directory, command
+        self._environment = os.environ | thread_environment(num_ranks)
         self._standby = Standby(command, self._environment) if has_standby else None
         self._num_spawned = 0
 
@@ -513,13 +514,6 @@ class LocalLauncher:
         """Implement `Launcher.kill_all`. `WorkerProcesses` kills the workers."""
         if self._standby is not None:
             self._standby.kill()
-
-
-def _environment(num_ranks: int) -> Mapping[str, str]:
-    """Return the environment of a rank: threads and network of this machine, unless the operator has chosen others."""
-    # Without an interface, gloo listens on the one that the host's name belongs to: other machines could reach it.
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-    return {"GLOO_SOCKET_IFNAME": loopback} | os.environ | thread_environment(num_ranks)
 
 
 _LAST_WORDS_S = 0.2  # Time for the messages that an engine sent just before it ended to arrive.
