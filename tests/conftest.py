@@ -149,10 +149,15 @@ def fake_command(demo_dir: Path) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="session")
-def short_command(demo_dir: Path, tmp_path_factory) -> tuple[str, ...]:
+def short_demo(demo_dir: Path, tmp_path_factory) -> Path:
+    """Two layers of the embedded model."""
+    return write_short_demo(tmp_path_factory.mktemp("short"), demo_dir)
+
+
+@pytest.fixture(scope="session")
+def short_command(short_demo: Path) -> tuple[str, ...]:
     """`moestro serve` with two layers of the embedded model, for tests that compare servers of the same network."""
-    checkpoint = write_short_demo(tmp_path_factory.mktemp("short"), demo_dir)
-    return (*REAL, str(checkpoint), "--served-model-name", NAME, "--kv-cache-memory-bytes", "100000000")
+    return (*REAL, str(short_demo), "--served-model-name", NAME, "--kv-cache-memory-bytes", "100000000")
 
 
 @pytest.fixture(scope="session")

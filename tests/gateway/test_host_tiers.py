@@ -81,8 +81,8 @@ def pair(command: tuple[str, ...], directory: Path) -> Iterator[Pair]:
 
 
 @pytest.fixture(scope="module")
-def two(real_command, tmp_path_factory) -> Iterator[Pair]:
-    with pair(real_command, tmp_path_factory.mktemp("tiers")) as made:
+def two(short_command, tmp_path_factory) -> Iterator[Pair]:
+    with pair(short_command, tmp_path_factory.mktemp("tiers")) as made:
         yield made
 
 

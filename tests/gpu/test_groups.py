@@ -26,11 +26,11 @@ NUM = 6
 
 
 @contextmanager
-def imitating(directory: Path, num_cards: int, *flags: str) -> Iterator[Running]:
+def imitating(checkpoint: Path, directory: Path, num_cards: int, *flags: str) -> Iterator[Running]:
     directory.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IMITATED_CARDS", str(num_cards))
-        running = Running((*IMITATING, *FLAGS, *PATIENT, *flags), directory)
+        running = Running((*IMITATING, str(checkpoint), *FLAGS, *PATIENT, *flags), directory)
     processes = running.processes()
     try:
         yield running
@@ -41,8 +41,8 @@ def imitating(directory: Path, num_cards: int, *flags: str) -> Iterator[Running]
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory) -> list[str]:
-    running = Running((*REAL, "--device", "cpu", *FLAGS), tmp_path_factory.mktemp("fused"))
+def expected(short_demo, tmp_path_factory) -> list[str]:
+    running = Running((*REAL, str(short_demo), "--device", "cpu", *FLAGS), tmp_path_factory.mktemp("fused"))
     try:
         return texts(ask_many(running, NUM))
     finally:
@@ -50,8 +50,8 @@ def expected(tmp_path_factory) -> list[str]:
 
 
 @pytest.mark.parametrize("num_cards", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["one card", "a card each"])
-def test_engines_that_share_their_experts_give_the_answers_of_one_device(num_cards, expected, tmp_path):
-    with imitating(tmp_path, num_cards, "--mode", "ep", "--engines", "2") as running:
+def test_engines_that_share_their_experts_give_the_answers_of_one_device(num_cards, expected, short_demo, tmp_path):
+    with imitating(short_demo, tmp_path, num_cards, "--mode", "ep", "--engines", "2") as running:
         way = "sockets through host memory, because processes share a GPU" if num_cards == 1 else "NCCL"
         assert f"Engines exchange tokens by {way}" in " ".join(running.text.split())
         assert texts(ask_many(running, NUM)) == expected
@@ -66,9 +66,9 @@ def test_engines_that_share_their_experts_give_the_answers_of_one_device(num_car
 
 
 @pytest.mark.parametrize("num_cards", [pytest.param(1, marks=pytest.mark.slow), 3], ids=["one card", "a card each"])
-def test_workers_apart_give_the_answers_of_one_device_while_one_dies(num_cards, expected, tmp_path):
+def test_workers_apart_give_the_answers_of_one_device_while_one_dies(num_cards, expected, short_demo, tmp_path):
     flags = ("--mode", "async", "--attention", "1", "--experts", "2", "--inline-limit", "0")
-    with imitating(tmp_path, num_cards, *flags) as running:
+    with imitating(short_demo, tmp_path, num_cards, *flags) as running:
         way = "gloo through host memory, because processes share a GPU" if num_cards == 1 else "NCCL"
         assert f"large tensors go to 2 of 2 workers by {way}" in running.text
         assert texts(ask_many(running, NUM)) == expected

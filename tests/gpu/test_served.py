@@ -25,8 +25,9 @@ WISHES = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Running]:
-    running = Running(COMMAND, tmp_path_factory.mktemp("imitated"))
+def server(short_demo, tmp_path_factory) -> Iterator[Running]:
+    model = ("--model", str(short_demo), "--served-model-name", "moestro-demo")
+    running = Running((*COMMAND, *model), tmp_path_factory.mktemp("imitated"))
     try:
         yield running
         assert running.stop() == 0

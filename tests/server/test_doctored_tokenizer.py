@@ -29,9 +29,9 @@ FORCED = {"logit_bias": {str(SPACES): 100}, "temperature": 0, "max_tokens": 40, 
 
 
 @pytest.fixture(scope="module")
-def doctored(demo_dir, tmp_path_factory):
+def doctored(short_demo, tmp_path_factory):
     directory = tmp_path_factory.mktemp("doctored")
-    checkpoint = shutil.copytree(demo_dir, directory / "checkpoint")
+    checkpoint = shutil.copytree(short_demo, directory / "checkpoint")
     path = checkpoint / "tokenizer.json"
     fields = json.loads(path.read_text())
     fields["normalizer"] = {"type": "Replace", "pattern": {"Regex": "(?=zqzq)"}, "content": "x"}

@@ -15,8 +15,8 @@ OTHERS = ["import os\n" * 100, "class Tree:\n    pass\n" * 60, "for i in range(3
 
 
 @pytest.fixture(scope="module")
-def tiered(real_command, tmp_path_factory) -> Iterator[Running]:
-    command = (*real_command, *SCARCE, "--kv-offloading-size", "0.05")
+def tiered(short_command, tmp_path_factory) -> Iterator[Running]:
+    command = (*short_command, *SCARCE, "--kv-offloading-size", "0.05")
     server = Running(command, tmp_path_factory.mktemp("tiered"), admin_port=free_port())
     yield server
     server.kill()
@@ -31,9 +31,9 @@ def ask(server: Running, prompt: str, **fields) -> tuple[str, int, int]:
 
 
 @pytest.fixture(scope="module")
-def expected(server) -> dict[str, str]:
+def expected(short_server) -> dict[str, str]:
     """Answers of a server without host memory and with enough blocks, by prompt."""
-    return {prompt: ask(server, prompt)[0] for prompt in (PROMPT, *OTHERS)}
+    return {prompt: ask(short_server, prompt)[0] for prompt in (PROMPT, *OTHERS)}
 
 
 def figure(server: Running, name: str) -> float:
@@ -87,8 +87,8 @@ def test_a_salted_prompt_sees_its_own_blocks_alone(tiered):
     assert ask(tiered, PROMPT, cache_salt="one")[2] >= 64
 
 
-def test_a_tier_smaller_than_a_prompt_serves_what_it_has(real_command, tmp_path, expected):
-    command = (*real_command, *SCARCE, "--kv-offloading-size", "0.0002")
+def test_a_tier_smaller_than_a_prompt_serves_what_it_has(short_command, tmp_path, expected):
+    command = (*short_command, *SCARCE, "--kv-offloading-size", "0.00006")  # one block
     small = Running(command, tmp_path)
     try:
         for prompt in (PROMPT, *OTHERS, PROMPT):
@@ -107,8 +107,8 @@ def test_a_tier_smaller_than_a_prompt_serves_what_it_has(real_command, tmp_path,
     ],
     ids=lambda mode: mode[1],
 )
-def test_every_mode_copies_evicted_prompts_back(real_command, tmp_path, expected, mode):
-    spread = Running((*real_command, *SCARCE, *mode, "--kv-offloading-size", "0.05"), tmp_path)
+def test_every_mode_copies_evicted_prompts_back(short_command, tmp_path, expected, mode):
+    spread = Running((*short_command, *SCARCE, *mode, "--kv-offloading-size", "0.05"), tmp_path)
     num_copied = 0
     try:
         for prompt in (PROMPT, *OTHERS) * 2:
@@ -121,8 +121,8 @@ def test_every_mode_copies_evicted_prompts_back(real_command, tmp_path, expected
         spread.kill()
 
 
-def test_a_host_without_the_memory_refuses_the_start(real_command, tmp_path):
-    server = Running((*real_command, *SCARCE, "--kv-offloading-size", "999999"), tmp_path, wait=False)
+def test_a_host_without_the_memory_refuses_the_start(short_command, tmp_path):
+    server = Running((*short_command, *SCARCE, "--kv-offloading-size", "999999"), tmp_path, wait=False)
     try:
         assert server.process.wait(PATIENCE_S) != 0
     finally:

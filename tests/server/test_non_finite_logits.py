@@ -20,7 +20,7 @@ HITS = 'moestro:prefix_cache_hits_total{engine="0"}'
 
 
 def poisoned_checkpoint(demo: Path, directory: Path) -> Path:
-    """The demo model, whose embedding of POISON is NaN; its output layer stays as it was."""
+    """A demo model, whose embedding of POISON is NaN; its output layer stays as it was."""
     shutil.copytree(demo, directory)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
@@ -32,10 +32,10 @@ def poisoned_checkpoint(demo: Path, directory: Path) -> Path:
 
 
 @pytest.fixture(scope="module", params=["fused", "preemptive"])
-def poisoned(request, demo_dir, tmp_path_factory):
+def poisoned(request, short_demo, tmp_path_factory):
     """Chunks of at most 32 tokens, so that a long prompt's first chunk wants no logits."""
     directory = tmp_path_factory.mktemp("poisoned")
-    checkpoint = poisoned_checkpoint(demo_dir, directory / "checkpoint")
+    checkpoint = poisoned_checkpoint(short_demo, directory / "checkpoint")
     flags = ("--dtype", "float32", "--kv-cache-memory-bytes", "100000000", "--max-num-seqs", "16")
     flags = (*flags, "--mode", request.param, "--max-num-batched-tokens", "32", "--served-model-name", "m")
     running = Running((*REAL, str(checkpoint), *flags), directory)
@@ -63,7 +63,7 @@ WAYS = {
 }
 
 
-def test_requests_without_finite_logits_end_alone_and_the_others_of_their_batch_go_on(poisoned, server):
+def test_requests_without_finite_logits_end_alone_and_the_others_of_their_batch_go_on(poisoned, short_server):
     others = [{"prompt": [200 + n, *CLEAN[n:]], "max_tokens": 40} for n in range(6)]
     before = metrics(poisoned)[ENDED]
     with ThreadPoolExecutor(24) as pool:
@@ -74,7 +74,7 @@ def test_requests_without_finite_logits_end_alone_and_the_others_of_their_batch_
             assert (reply.status, reply.json["error"]["code"]) == (500, "non_finite_logits"), (name, reply.body)
             assert "not finite" in reply.json["error"]["message"]
         texts = [job.result().json["choices"][0]["text"] for job in right]
-    assert texts == [ask(server, **fields).json["choices"][0]["text"] for fields in others]
+    assert texts == [ask(short_server, **fields).json["choices"][0]["text"] for fields in others]
     assert metrics(poisoned)[ENDED] - before == len(WAYS) + 4
     assert metrics(poisoned)['moestro:engine_restarts_total{engine="0"}'] == 0
     wait_until(lambda: is_idle(poisoned))

@@ -31,7 +31,7 @@ from support.interrupted_answers import (
     tokens_come,
     total,
 )
-from support.running import REAL, Running, call, is_idle, load, wait_until
+from support.running import Running, call, is_idle, load, wait_until
 
 from moestro.workload.traces.request_record import read_request_record
 
@@ -41,8 +41,8 @@ NUM_TOKENS = 50  # of an answer: all of them together last some seconds
 
 
 @pytest.fixture(scope="module")
-def exact(real_command, tmp_path_factory) -> Iterator[Running]:
-    command = (*real_command, *EXACT, "--engines", "2", "--route-policy", "round_robin")
+def exact(short_command, tmp_path_factory) -> Iterator[Running]:
+    command = (*short_command, *EXACT, "--engines", "2", "--route-policy", "round_robin")
     with running(command, tmp_path_factory.mktemp("exact")) as server:
         yield server
 
@@ -194,14 +194,14 @@ def test_a_stream_that_ends_every_engine_at_one_token_ends_two_at_most(start):
     ],
     ids=["preemptive", "paced", "paced demo, preemptive"],
 )
-def test_preemptive_and_paced_engines_resume_as_well(flags, tmp_path):
-    length = {"max_tokens": 200 if "none" in flags else 60}  # of steps that take less time
+def test_preemptive_and_paced_engines_resume_as_well(flags, short_command, tmp_path):
+    length = {"max_tokens": 200 if "none" in flags else 90}  # of steps that take less time
     bodies = [
         stream("def f(x):", **length),
         stream("x = [", **SAMPLED, service_class="be", **length),
         completion("import", n=2, **length),
     ]
-    with running((*REAL, "--engines", "2", "--route-policy", "round_robin", *flags), tmp_path) as server:
+    with running((*short_command, "--engines", "2", "--route-policy", "round_robin", *flags), tmp_path) as server:
         expected, found = disturbed(server, *bodies)
         assert found == expected
         assert total(server, "streams_resumed_total") >= 1

@@ -18,12 +18,12 @@ NUM_STREAMS = 10
 
 
 @pytest.fixture
-def engines(real_command, tmp_path) -> Iterator[list[Running]]:
+def engines(short_command, tmp_path) -> Iterator[list[Running]]:
     with contextlib.ExitStack() as stack:
         made = []
         for name in "abc":
             (tmp_path / name).mkdir()
-            made.append(Running((*real_command, "--shutdown-timeout", "0"), tmp_path / name))
+            made.append(Running((*short_command, "--shutdown-timeout", "0"), tmp_path / name))
             stack.callback(made[-1].kill)
         yield made
 
