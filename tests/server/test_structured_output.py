@@ -147,11 +147,15 @@ COMPACT_FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schem
         {"response_format": FORMAT, "temperature": 1.5, "seed": 3},
     ],
 )
-def test_answers_under_a_bounded_schema_end_by_themselves_and_are_valid(server, fields):
+def test_answers_under_a_bounded_schema_end_by_themselves_and_are_valid(short_server, fields):
     fields = fields | {"max_tokens": 900}
 
     def ask(i: int):
-        return chat(server, f"thing {i}", **fields) if i % 2 else complete(server, prompt=f"thing {i}", **fields)
+        return (
+            chat(short_server, f"thing {i}", **fields)
+            if i % 2
+            else complete(short_server, prompt=f"thing {i}", **fields)
+        )
 
     with ThreadPoolExecutor(8) as pool:
         replies = list(pool.map(ask, range(4)))
@@ -173,37 +177,37 @@ def compact(**fields: object) -> dict[str, object]:
         ({"structured_outputs": {"grammar": 'start: "yes" | "no" "!"'}}, "yes|no!"),
     ],
 )
-def test_each_kind_of_grammar_shapes_the_answer(server, fields, pattern):
+def test_each_kind_of_grammar_shapes_the_answer(short_server, fields, pattern):
     for seed in range(3):
-        reply = complete(server, max_tokens=900, temperature=1.2, seed=seed, **fields)
+        reply = complete(short_server, max_tokens=900, temperature=1.2, seed=seed, **fields)
         assert re.fullmatch(pattern, text_of(reply), re.DOTALL)
 
 
-def test_other_wishes_hold_together_with_a_grammar(server):
+def test_other_wishes_hold_together_with_a_grammar(short_server):
     fields = {"guided_regex": "[ab]{1,40}", "max_tokens": 100, "temperature": 1.0, "seed": 5}
-    whole = complete(server, **fields, n=3, logprobs=2, min_tokens=4, presence_penalty=0.5)
+    whole = complete(short_server, **fields, n=3, logprobs=2, min_tokens=4, presence_penalty=0.5)
     assert whole.status == 200, whole.body
     choices = whole.json["choices"]
     assert all(re.fullmatch("[ab]{1,40}", choice["text"]) for choice in choices)
     assert all(len(choice["logprobs"]["tokens"]) >= 4 for choice in choices)
     assert len({choice["text"] for choice in choices}) > 1
-    short = complete(server, guided_regex="ab", min_tokens=9, max_tokens=20).json["choices"][0]
+    short = complete(short_server, guided_regex="ab", min_tokens=9, max_tokens=20).json["choices"][0]
     assert (short["text"], short["finish_reason"]) == ("ab", "stop"), "a complete text ends before min_tokens"
-    stopped = complete(server, guided_regex="[0-9]{3}x[0-9]{3}", stop="x", max_tokens=50).json["choices"][0]
+    stopped = complete(short_server, guided_regex="[0-9]{3}x[0-9]{3}", stop="x", max_tokens=50).json["choices"][0]
     assert re.fullmatch("[0-9]{3}", stopped["text"])
-    free = complete(server, guided_regex="ab", ignore_eos=True, max_tokens=30).json
+    free = complete(short_server, guided_regex="ab", ignore_eos=True, max_tokens=30).json
     assert free["choices"][0]["finish_reason"] == "length"
     assert free["choices"][0]["text"].startswith("ab")
     assert free["usage"]["completion_tokens"] == 30
 
 
-def test_streams_and_whole_answers_are_the_same_and_repeat(server):
+def test_streams_and_whole_answers_are_the_same_and_repeat(short_server):
     fields = {"response_format": COMPACT_FORMAT, "max_tokens": 900, "temperature": 1.3, "seed": 11}
-    whole = complete(server, **fields)
-    events = complete(server, **fields, stream=True).events
+    whole = complete(short_server, **fields)
+    events = complete(short_server, **fields, stream=True).events
     streamed = "".join(event["choices"][0]["text"] for event in events[:-1])
     assert streamed == text_of(whole)
-    assert text_of(complete(server, **fields)) == streamed
+    assert text_of(complete(short_server, **fields)) == streamed
 
 
 @pytest.mark.parametrize(
@@ -218,34 +222,34 @@ def test_streams_and_whole_answers_are_the_same_and_repeat(server):
         ({"guided_regex": "(" * 3000 + "a" + ")" * 3000}, "guided_regex", "nest"),
     ],
 )
-def test_a_hostile_grammar_is_a_400_and_harms_no_client(server, fields, param, cause):
-    pids = [rank.pid for rank in server.ranks()]
-    reply = complete(server, **fields, stream=True)
+def test_a_hostile_grammar_is_a_400_and_harms_no_client(short_server, fields, param, cause):
+    pids = [rank.pid for rank in short_server.ranks()]
+    reply = complete(short_server, **fields, stream=True)
     assert reply.status == 400, reply.body
     error = reply.json["error"]
     assert (error["param"], error["code"]) == (param, "invalid_grammar")
     assert cause in error["message"]
-    assert text_of(complete(server, guided_regex="a{3}", max_tokens=9)) == "aaa"
-    wait_until(lambda: [rank.pid for rank in server.ranks()] == pids)  # others look like ranks as they start
+    assert text_of(complete(short_server, guided_regex="a{3}", max_tokens=9)) == "aaa"
+    wait_until(lambda: [rank.pid for rank in short_server.ranks()] == pids)  # others look like ranks as they start
 
 
-def test_grammars_that_grow_in_use_end_at_most_their_own_request(server):
+def test_grammars_that_grow_in_use_end_at_most_their_own_request(short_server):
     hostile = ["(a|b)*a(a|b){60}", "((a{0,50}){0,50}){0,50}x", "([a-z]{1,60} ){1,60}\\.", "(.*a){15}b"]
-    pids = [rank.pid for rank in server.ranks()]
+    pids = [rank.pid for rank in short_server.ranks()]
     for pattern in hostile:
-        reply = complete(server, guided_regex=pattern, max_tokens=60, temperature=1.0, seed=1)
+        reply = complete(short_server, guided_regex=pattern, max_tokens=60, temperature=1.0, seed=1)
         assert reply.status in (200, 400), reply.body
-    wait_until(lambda: [rank.pid for rank in server.ranks()] == pids)  # others look like ranks as they start
-    assert all(value for name, value in metrics(server).items() if name.startswith("moestro:engine_ready"))
+    wait_until(lambda: [rank.pid for rank in short_server.ranks()] == pids)  # others look like ranks as they start
+    assert all(value for name, value in metrics(short_server).items() if name.startswith("moestro:engine_ready"))
 
 
 # --- the cheap fields -----------------------------------------------------------------------------------------------
 
 
-def test_only_allowed_tokens_are_sampled(server, tokenizer):
+def test_only_allowed_tokens_are_sampled(short_server, tokenizer):
     ids = tokenizer.encode("abc", add_special_tokens=False) + tokenizer.encode(" xyz", add_special_tokens=False)
     fields = {"allowed_token_ids": ids, "max_tokens": 30, "temperature": 1.5, "seed": 1, "logprobs": 0}
-    reply = complete(server, **fields)
+    reply = complete(short_server, **fields)
     assert reply.status == 200, reply.body
     tokens = reply.json["choices"][0]["logprobs"]["tokens"]
     assert set(tokens) <= {tokenizer.token_texts[i].text for i in ids}
@@ -261,15 +265,15 @@ def test_bad_words_never_occur(server):
     assert changed != plain
 
 
-def test_prompt_logprobs_of_the_whole_vocabulary(server: Running, tokenizer):
+def test_prompt_logprobs_of_the_whole_vocabulary(short_server: Running, tokenizer):
     vocabulary = 4096
-    reply = complete(server, prompt="def f(", prompt_logprobs=-1, max_tokens=1)
+    reply = complete(short_server, prompt="def f(", prompt_logprobs=-1, max_tokens=1)
     assert reply.status == 200, reply.body
     first, *rest = reply.json["choices"][0]["prompt_logprobs"]
     assert first is None
     assert [len(found) for found in rest] == [vocabulary] * len(rest)
     assert len(rest) == len(tokenizer.encode("def f(", add_special_tokens=True)) - 1
-    too_many = complete(server, prompt="x " * 600, prompt_logprobs=-1, max_tokens=1)
+    too_many = complete(short_server, prompt="x " * 600, prompt_logprobs=-1, max_tokens=1)
     assert too_many.status == 400
 
 
