@@ -26,12 +26,10 @@ from moestro.calibrate.shapes import (
     short_chunks_grid,
     spread_contexts,
 )
-from moestro.config.checkpoint_directory import locate_model
 from moestro.core.work import StepResult
 from moestro.cost.model import Batch
 from moestro.cost.tables import MeasuredCost, load_table
 from moestro.errors import ConfigError
-from moestro.model.settings import DEMO_MODEL
 
 
 def limits(**changes) -> Limits:
@@ -188,9 +186,10 @@ def test_steps_that_are_launched_together_are_not_measured():
 
 def test_what_is_measured_of_any_device_is_a_cost_model(tmp_path):
     how = Measuring(rounds=2, num_checks=4, out=tmp_path / "table.json")
-    table, checked = measure(InstantDevice(), limits(), how)
+    few = limits(max_model_len=192, max_num_seqs=8, max_num_batched_tokens=160)
+    table, checked = measure(InstantDevice(), few, how)
     cost = MeasuredCost(table)
-    assert cost.largest == {"chunk": 400, "tokens": 400, "sequences": 24, "context": 255}
+    assert cost.largest == {"chunk": 160, "tokens": 160, "sequences": 8, "context": 95}
     assert cost.step_ns(chunk(100, 20)) > 0
     assert cost.step_ns(short_chunks(128)) > 0
     assert table.host.step_ns > 0
@@ -199,10 +198,10 @@ def test_what_is_measured_of_any_device_is_a_cost_model(tmp_path):
     assert all(batch.measured_ns > 0 for batch in checked)
 
 
-def test_the_demo_model_is_calibrated_and_its_file_says_how(tmp_path):
+def test_the_demo_model_is_calibrated_and_its_file_says_how(short_demo, tmp_path):
     out, shown = tmp_path / "demo.json", io.StringIO()
     settings = CalibrateSettings(
-        checkpoint=str(locate_model(DEMO_MODEL)),
+        checkpoint=str(short_demo),
         name="demo",
         model=MeasuredModel(device="cpu", kv_cache_memory_bytes=1 << 24),
         range=Range(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32),
@@ -214,8 +213,8 @@ def test_the_demo_model_is_calibrated_and_its_file_says_how(tmp_path):
     assert table.about["kind"] == "measured"
     assert table.copies is not None
     assert table.copies.token_ns > 0
-    assert table.copies.token_bytes == 3584  # 7 layers, 2 heads of 64, K and V, in bfloat16
-    assert table.about["network"]["num_parameters"] > 7e6
+    assert table.copies.token_bytes == 1024  # 2 layers, 2 heads of 64, K and V, in bfloat16
+    assert table.about["network"]["num_parameters"] > 3e6
     assert len(table.about["checked"]) == 2
     assert f"Written to {out}" in shown.getvalue()
     assert "priced with a mean error of" in shown.getvalue()

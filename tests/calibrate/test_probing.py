@@ -46,7 +46,7 @@ from moestro.workload.run_records import Outcome
 def calibrated(constants: KnownConstants, *, shows_figures: bool = True, **limits) -> ServerFindings:
     server = VirtualServer(KnownEngine(constants), shows_figures=shows_figures)
     known = ProbedServer(model="known", max_model_len=4096, figures=server.figures())
-    bounds = ProbeLimits(**{"seconds": 240.0, "max_concurrency": 64, "max_prompt_tokens": 4000} | limits)
+    bounds = ProbeLimits(**{"seconds": 120.0, "max_concurrency": 64, "max_prompt_tokens": 4000} | limits)
     design = IdleDesign(known, bounds)
     run_design(design, server)
     return find(design.observed, known)

@@ -58,7 +58,7 @@ class Sequences:
                 self.tokens[index].append(int(result.token_ids[0]))
 
 
-def compare(network, rng: np.random.Generator, num_steps: int = 14):
+def compare(network, rng: np.random.Generator, num_steps: int = 10):
     """(largest difference of log probabilities and of K and V, driver) after some steps."""
     fused = TorchDevice(network, network.probe(drive.BLOCK_SIZE)[0].allocate(NUM_BLOCKS))
     staged = make_staged_device(network, drive.BLOCK_SIZE, NUM_BLOCKS, num_rows=50, num_places=47)
