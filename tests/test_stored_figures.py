@@ -54,22 +54,33 @@ def span(values: list[float]) -> str:
     return f"{values[0]:.2f} to {values[-1]:.2f}"
 
 
+ROUTERS = ("routing/router_overhead", "routing/router_overhead_intel")
+PEERS = ("smg 1.13.0", "sglang-router 0.3.2", "vllm-router 0.1.17")
+
+
+def router_us(result: str, case: str, system: str) -> float:
+    """Median CPU time of a request, in µs."""
+    return stored(f"{result}.json")["summary"][case][system]["cpu_us"]["median"]
+
+
+def over_best_peer(result: str, case: str, policy: str) -> str:
+    best = min(router_us(result, case, peer) for peer in PEERS)
+    return f"{router_us(result, case, f'moestro route, {policy}') / best:.2f}"
+
+
 def router_cpu() -> str:
-    """Medians of CPU time for a small body: `moestro route` under its default policy over each peer."""
-    of = stored("routing/router_overhead.json")["summary"]["small"]
-    peers = ("smg 1.13.0", "sglang-router 0.3.2", "vllm-router 0.1.17")
-    ours = of["moestro route, moestro"]["cpu_us"]["median"]
-    return ", ".join(f"{ours / of[peer]['cpu_us']['median']:.2f}" for peer in peers)
+    """CPU time for a small body: `moestro route` under its default policy over each peer, on both machines."""
+    ours = [router_us(result, "small", "moestro route, moestro") for result in ROUTERS]
+    return "; ".join(
+        ", ".join(f"{us / router_us(result, 'small', peer):.2f}" for peer in PEERS)
+        for us, result in zip(ours, ROUTERS, strict=True)
+    )
 
 
 def router_cpu_of_best_peer() -> list[str]:
-    """Medians of CPU time for a small body over those of sglang-router, the best peer, under two policies."""
-    of = stored("routing/router_overhead.json")["summary"]["small"]
-    peers = [name for name in of if name.split()[0] in ("smg", "sglang-router", "vllm-router")]
-    best = min(peers, key=lambda name: of[name]["cpu_us"]["median"])
-    assert best.startswith("sglang-router")
-    ours = (of[f"moestro route, {policy}"]["cpu_us"]["median"] for policy in ("least_loaded", "moestro"))
-    return [f"{us / of[best]['cpu_us']['median']:.2f}" for us in ours]
+    """CPU time over the best peer's on both machines: small bodies under two policies, then streams."""
+    rows = (("small", "least_loaded"), ("small", "moestro"), ("small, stream", "least_loaded"))
+    return [over_best_peer(result, case, policy) for case, policy in rows for result in ROUTERS]
 
 
 def kills() -> str:
@@ -120,7 +131,7 @@ PREEMPTION = ("serving/preemption_640m_kernels",)
 FIGURES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "1 to 32 users, AMD": (lambda: span(vllm_ratios(*AMD)), AMD),
     "Intel CPU with AVX-512": (lambda: span(vllm_ratios(*INTEL)), INTEL),
-    "CPU time of `moestro route`": (router_cpu, ("routing/router_overhead",)),
+    "CPU time of `moestro route`": (router_cpu, ROUTERS),
     "100 kills and stops of expert workers": (kills, ("robustness/failures",)),
     "as a multiple of FCFS": (lambda: preemption("continuous, FCFS"), PREEMPTION),
     "iteration-level priority": (lambda: preemption("iteration-level priority"), PREEMPTION),
@@ -267,6 +278,13 @@ def aged(share: float, policies: tuple[str, ...], period_ms: float) -> list[floa
 
 def largest_aged(share: float, policies: tuple[str, ...]) -> str:
     return f"{100 * max(abs(each) for age in (100, 1000) for each in aged(share, policies, age)):.1f}"
+
+
+def exchanges() -> list[str]:
+    """Microseconds of an exchange of 2 kB between two and four processes, and gloo's time over it."""
+    rows = [row for row in stored("micro/group_exchange.json")["rows"] if row["bytes"] == 2048]
+    taken = [f"{row['us']['sockets']['median']:.0f}" for row in rows]
+    return [*taken, *(f"{row['gloo_over_sockets']['median']:.1f}" for row in rows)]
 
 
 def group_speeds() -> list[str]:
@@ -582,13 +600,17 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         host_gains,
         "On a CPU the demo model gains up to {} %, and one of 640M parameters up to {} %": host_gain_on_a_cpu,
     },
+    "expert_groups.md": {
+        "takes {} µs between two engines and {} between four; gloo takes {} and {} times as long": exchanges,
+    },
     "simulator.md": {
         "So Dynamo takes {} and {} times our time with 16 engines, and {} with one": replay_ratios,
         "expert workers take {} in `async` and {} in ideal `ep`,\nGimbal's two ranks at 1.4 requests a second {}.\n"
         "Compiled draws of experts take {}, {} and {} of the time with NumPy's": group_speeds,
     },
     "route.md": {
-        "({} and {} of sglang-router)": router_cpu_of_best_peer,
+        "a small request takes {} and {} of the best peer's CPU with `least_loaded` (the goal, 0.6, is missed) and\n"
+        "  {} and {} with `moestro` (1.0, missed); a stream takes {} and {} with": router_cpu_of_best_peer,
         "| `round_robin` | {} | {} | 1 |": lambda: vllm_pair("round_robin")[:2],
         "| `lmetric` | {} | {} | {} ({} to {}) |": partial(vllm_pair, "lmetric"),
         "| `moestro` | {} | {} | {} ({} to {}) |": partial(vllm_pair, "moestro"),

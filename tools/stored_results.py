@@ -25,6 +25,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "micro/expert_window": ("flow", "worker"),
     "micro/flow_overhead": ("flow",),
     "micro/grammar": ("grammar",),
+    "micro/group_exchange": ("model", "wire"),
     "micro/group_items": ("flow", "worker"),
     "micro/link": ("wire",),
     "micro/load_report": ("wire", "gateway", "routing"),

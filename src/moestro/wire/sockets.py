@@ -305,7 +305,7 @@ class AddressStore(Protocol):
 class SocketExchange:
     """Exchanges bytes of host memory between the workers of a group, over a Unix socket for each pair.
 
-    gloo gives each message to threads of its own, which takes 5 to 40 times as long (`bench/micro/group_exchange.py`).
+    gloo gives each message to threads of its own: up to 64 KiB take 3 to 7 times as long (`bench/micro/group_exchange.py`).
     Linux names the user at the other end of each socket, and other users are refused. After an error all sockets are
     closed, so that no other worker waits for this one.
 
