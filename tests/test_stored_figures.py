@@ -318,10 +318,20 @@ def picker_added_ms(picker: str) -> list[str]:
     return [f"{found[f'{size}, one user'][f'{picker}_added_p50_ms']['median']:.1f}" for size in ("2.4 kB", "400 kB")]
 
 
-def loops(device: str) -> list[str]:
+def loops(device: str, result: str = "step_parts_avx512") -> list[str]:
     """Microseconds of a rank's loop for a step with 1, 8, 32 and 256 sequences."""
-    rows = stored("micro/step_parts_avx512.json")["rows"]
+    rows = stored(f"micro/{result}.json")["rows"]
     return [f"{row['loop_us']['median']:.0f}" for row in rows if row.get("device") == device]
+
+
+def tokens_us(result: str) -> list[str]:
+    """Microseconds of the API server for a streamed token of a completion with 1, 8, 32 and 256 streams."""
+    rows = [row for row in stored(f"micro/{result}.json")["rows"] if row.get("path") == "/v1/completions"]
+    return [f"{row['token_us']['median']:.0f}" for row in rows]
+
+
+def scheduler_us() -> list[str]:
+    return [f"{row['step_us']['median']:.0f}" for row in stored("micro/scheduler.json")["rows"]]
 
 
 def vllm_pair(policy: str) -> list[str]:
@@ -589,6 +599,12 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "with up to 8 sequences ({} and {} µs)": lambda: loops("awake")[:2],
         "With 32 and 256 a step takes {} and {} µs": lambda: loops("awake")[2:],
         "1 to 256 sequences take {} to {} µs": lambda: loops("asleep")[::3],
+        "1 to 256 sequences take {} to {} µs awake, {} to {} asleep": lambda: [
+            *loops("awake", "step_parts")[::3], *loops("asleep", "step_parts")[::3]
+        ],
+        "{}, {}, {}, {} µs with 1, 8, 32, 256 streams on": lambda: tokens_us("step_parts_avx512"),
+        "{}, {}, {}, {} on the AMD one": lambda: tokens_us("step_parts"),
+        "25 and 60 µs, kept ({} and {} on AMD": scheduler_us,
     },
     "policies.md": {
         "learning changes no mean TTFT by more than {} %, and no other figure by more than {} %.": equal_changes,
