@@ -41,6 +41,7 @@ from moestro.workload.progress import progress  # noqa: E402
 PACKAGE, TESTS = ROOT / "src" / "moestro", ROOT / "tests"
 LIST = TESTS / "mutants.toml"
 LIMIT_S = 600  # a fault may make a loop endless
+PATIENCE_S = 60  # of a test that waits for what a fault prevents; without the fault it has to pass with this patience
 # pytest's exit status
 PASSED, FAILED = 0, 1
 ALREADY_IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"
@@ -160,6 +161,7 @@ class TestRun:
         os.environ |= {
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "HYPOTHESIS_STORAGE_DIRECTORY": f"{output}.examples",
+            "MOESTRO_TEST_PATIENCE": str(PATIENCE_S),
         }
         os.chdir(ROOT)
         sys.path.insert(0, str(package_parent))
