@@ -92,7 +92,7 @@ def test_numbers_are_gathered_in_the_order_of_the_workers():
 def test_a_worker_that_ends_in_the_middle_of_a_message_is_noticed():
     def work(worker: int, host: SocketExchange) -> str:
         if worker == 0:
-            host._sockets[1].send(b"half")
+            host._sockets[1].send(bytes(10))  # less than a head
             host.close()
             return ""
         with pytest.raises(GroupLostError) as caught:
@@ -102,22 +102,57 @@ def test_a_worker_that_ends_in_the_middle_of_a_message_is_noticed():
     assert "engine 0 ended" in together(2, work)[1]
 
 
-def test_after_an_error_no_other_worker_waits_for_this_one():
-    """Worker 1 ends, worker 0 notices it, and worker 2, which waits for worker 0 alone, notices that."""
+def test_all_notice_a_worker_that_ends():
+    """Also those that expect nothing of it."""
 
     def work(worker: int, host: SocketExchange) -> str:
         if worker == 1:
             host.close()
             return ""
-        senders = (0, 1) if worker == 0 else (0,)
-        received = [memoryview(bytearray(8 * (other != worker and other in senders))) for other in range(3)]
         with pytest.raises(GroupLostError) as caught:
-            host.swap([NOTHING] * 3, received)
+            host.swap([NOTHING] * 3, [NOTHING] * 3)
         return str(caught.value)
 
-    found = together(3, work)
-    assert "engine 1 ended" in found[0]
-    assert "engine 0 ended" in found[2]
+    assert [text[-6:] for text in together(3, work)] == [" ended", "", " ended"]
+
+
+@pytest.mark.parametrize(("number", "length"), [(1, 0), (0, 3)])
+def test_workers_that_have_lost_step_are_noticed(number, length):
+    """By the numbers of their exchanges, or by the lengths of their parts."""
+
+    def work(worker: int, host: SocketExchange) -> str:
+        host._num_swaps += number * worker
+        parts = [[memoryview(bytearray(8 + length * worker)) for _ in range(2)] for _ in range(2)]
+        with pytest.raises(GroupLostError) as caught:
+            host.swap(*parts)
+        return str(caught.value)
+
+    assert any("is at another exchange" in text for text in together(2, work))
+
+
+def test_a_worker_with_the_address_of_another_one_is_refused():
+    """Addresses lie in a store without a password."""
+    store = distributed.HashStore()
+    store.set("socket-0", name := f"moestro-test-{os.getpid()}")
+
+    def answer() -> None:
+        with listener.accept()[0] as connection:
+            connection.sendall(sockets._NUMBER.pack(2))
+            connection.recv(1, socket.MSG_PEEK)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ThreadPoolExecutor(1) as pool:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        answered = pool.submit(answer)
+        with pytest.raises(GroupLostError, match="engine 0 did not connect"):
+            SocketExchange(1, 2, PATIENCE_S, store)
+        answered.result(PATIENCE_S)
+
+
+def test_a_worker_that_does_not_come_is_named():
+    store = distributed.HashStore()
+    with pytest.raises(GroupLostError, match="engine 1, 2 did not connect"):
+        SocketExchange(0, 3, 0.1, store)
 
 
 def test_a_process_of_another_user_is_refused(monkeypatch):
@@ -131,7 +166,7 @@ def test_a_process_of_another_user_is_refused(monkeypatch):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
         stranger.settimeout(PATIENCE_S)
         stranger.connect(f"\0{store.get('socket-0').decode()}")
-        assert stranger.recv(1) == b""
+        assert stranger.recv(1) == b""  # closed
     other = SocketExchange(1, 2, PATIENCE_S, store)
     host.join(PATIENCE_S)
     assert len(found) == 1

@@ -286,7 +286,8 @@ def local_path(address: str) -> str:
 
 Int64s = NDArray[np.int64]
 
-_NUMBER = struct.Struct("=i")  # what a worker says first on a connection: its number
+_NUMBER = struct.Struct("=i")  # what both workers say first on a connection: their number
+_PART = struct.Struct("=QQ")  # in front of each part: number of the exchange, and bytes that follow
 _OWNER = struct.Struct("=iII")  # what Linux knows of the process at the other end: process, user, group
 
 
@@ -302,12 +303,26 @@ class AddressStore(Protocol):
         ...
 
 
+class _Incoming:
+    """A part that a worker sends: its head, and memory for the bytes behind it."""
+
+    def __init__(self, head: bytearray, body: memoryview) -> None:
+        self.head, self.body = head, body
+        self.rest = [memoryview(head), body]  # what has not come
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the head has come as a whole."""
+        return sum(map(len, self.rest)) <= len(self.body)
+
+
 class SocketExchange:
     """Exchanges bytes of host memory between the workers of a group, over a Unix socket for each pair.
 
-    gloo gives each message to threads of its own: up to 64 KiB take 3 to 7 times as long (`bench/micro/group_exchange.py`).
-    Linux names the user at the other end of each socket, and other users are refused. After an error all sockets are
-    closed, so that no other worker waits for this one.
+    gloo gives each message to threads of its own: up to 64 KiB take 2 to 9 times as long
+    (`bench/micro/group_exchange.py`). Linux names the user at the other end of each socket, and other users are
+    refused. Each part has the number of its exchange and its length in front, so that workers that have lost step are
+    noticed. After an error all sockets are closed, so that no other worker waits for this one.
 
     Args:
         worker, num_workers: number of this worker, and of all. The call returns when all workers have made it.
@@ -321,8 +336,13 @@ class SocketExchange:
     def __init__(self, worker: int, num_workers: int, timeout_s: float, store: AddressStore) -> None:
         self._worker, self._num_workers, self._timeout_s = worker, num_workers, timeout_s
         self._sockets: dict[int, socket.socket] = {}  # by worker
+        self._num_swaps = 0
         with self._losing_group():
-            self._connect(store)
+            try:
+                self._connect(store)
+            except OSError as error:
+                absent = ", ".join(str(each) for each in range(num_workers) if each not in {worker, *self._sockets})
+                raise ConnectionError(f"engine {absent} did not connect: {error}") from error
             for connection in self._sockets.values():
                 connection.settimeout(0)
 
@@ -335,20 +355,32 @@ class SocketExchange:
             listener.settimeout(self._timeout_s)
             store.set(f"socket-{self._worker}", name)
             for other in range(self._worker):
-                self._sockets[other] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 connection.settimeout(self._timeout_s)
                 connection.connect(f"\0{store.get(f'socket-{other}').decode()}")
-                if _user_of(connection) != os.getuid():
-                    raise PermissionError(f"the socket of engine {other} belongs to another user")
-                connection.sendall(_NUMBER.pack(self._worker))
+                if self._greet(connection) != other:
+                    raise PermissionError(f"the socket of engine {other} is another one's")
             while len(self._sockets) < self._num_workers - 1:
                 connection, _ = listener.accept()
-                if _user_of(connection) != os.getuid():
-                    connection.close()
-                    continue
                 connection.settimeout(self._timeout_s)
-                (other,) = _NUMBER.unpack(connection.recv(_NUMBER.size, socket.MSG_WAITALL))
-                self._sockets[other] = connection
+                self._greet(connection)
+
+    def _greet(self, connection: socket.socket) -> int:
+        """Exchange numbers with the worker at the other end, keep its socket, and return its number.
+
+        A socket of another user, or of no worker that is still to come, is closed; then the number is -1.
+        """
+        other = -1
+        if _user_of(connection) == os.getuid():
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(_NUMBER.pack(self._worker))
+                said = connection.recv(_NUMBER.size, socket.MSG_WAITALL)
+                other = _NUMBER.unpack(said)[0] if len(said) == _NUMBER.size else -1
+        if other in self._sockets or other == self._worker or not 0 <= other < self._num_workers:
+            connection.close()
+            return -1
+        self._sockets[other] = connection
+        return other
 
     def gather(self, numbers: Int64s) -> Int64s:
         """Gather numbers from all workers, as int64[workers, n]. `numbers`: int64[n], of this worker."""
@@ -367,40 +399,44 @@ class SocketExchange:
         Raises:
             GroupLostError: another worker ended, or did not answer in time.
         """
-        here = self._worker
-        received[here][:] = sent[here]
-        sending, receiving = (
-            {other: parts[other] for other in self._sockets if len(parts[other])} for parts in (sent, received)
-        )
         with self._losing_group():
-            while True:
-                sending = {other: rest for other, part in sending.items() if (rest := self._send(other, part))}
-                receiving = {other: rest for other, part in receiving.items() if (rest := self._receive(other, part))}
-                if not sending and not receiving:
-                    return
-                self._wait(sending, receiving)
+            received[self._worker][:] = sent[self._worker]
+            sending, receiving = {}, {}
+            for other in self._sockets:
+                head = memoryview(_PART.pack(self._num_swaps, len(sent[other])))
+                sending[other] = [head, sent[other]]
+                receiving[other] = _Incoming(bytearray(_PART.size), received[other])
+            while sending or receiving:
+                sending = {other: rest for other, parts in sending.items() if (rest := self._send(other, parts))}
+                receiving = {other: part for other, part in receiving.items() if not self._receive(other, part)}
+                if sending or receiving:
+                    self._wait(sending, receiving)
+        self._num_swaps += 1
 
-    def _send(self, other: int, part: memoryview) -> memoryview:
+    def _send(self, other: int, parts: list[memoryview]) -> list[memoryview]:
         """Send what the socket takes now, and return the rest."""
         try:
-            num_bytes = self._sockets[other].send(part)
+            num_bytes = self._sockets[other].sendmsg(parts)
         except BlockingIOError:
-            return part
+            return parts
         except ConnectionError as error:
             raise _ended(other) from error
-        return part[num_bytes:]
+        return _after(parts, num_bytes)
 
-    def _receive(self, other: int, part: memoryview) -> memoryview:
-        """Take in what has come, and return the memory that is still to be filled."""
+    def _receive(self, other: int, part: _Incoming) -> bool:
+        """Take in what has come, and return whether the part is there as a whole."""
         try:
-            num_bytes = self._sockets[other].recv_into(part)
+            num_bytes = self._sockets[other].recvmsg_into(part.rest)[0]
         except BlockingIOError:
-            return part
+            return False
         except ConnectionError as error:
             raise _ended(other) from error
         if not num_bytes:
             raise _ended(other)
-        return part[num_bytes:]
+        part.rest = _after(part.rest, num_bytes)
+        if part.has_head and _PART.unpack(part.head) != (self._num_swaps, len(part.body)):
+            raise ConnectionError(f"engine {other} is at another exchange")
+        return not part.rest
 
     def _wait(self, sending: Mapping[int, object], receiving: Mapping[int, object]) -> None:
         """Wait until a socket can go on."""
@@ -423,9 +459,17 @@ class SocketExchange:
         """Turn an error into a `GroupLostError`. No exchange is possible afterwards."""
         try:
             yield
-        except (OSError, RuntimeError, struct.error) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             self.close()
             raise GroupLostError(f"the exchange with the other engines of the group failed: {error}") from error
+
+
+def _after(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """Return what is left of parts behind so many bytes."""
+    while parts and num_bytes >= len(parts[0]):
+        num_bytes -= len(parts[0])
+        parts = parts[1:]
+    return [parts[0][num_bytes:], *parts[1:]] if parts else []
 
 
 def _ended(other: int) -> ConnectionError:
