@@ -134,7 +134,8 @@ def _run(rank: int, checkpoints: list[Path], directory: Path, inbox: Any, outbox
 
     for number, checkpoint in enumerate(checkpoints):
         store = distributed.FileStore(str(directory / f"store-{number}"), place.num_workers)
-        meeting = Meeting(store, SocketExchange(rank, place.num_workers, place.timeout_s, store))
+        sockets = SocketExchange(rank, place.num_workers, place.timeout_s, store)
+        meeting = Meeting(store, sockets)
         device, _ = open_spread_device(settings_of(checkpoint), place, make_table, lambda meeting=meeting: meeting)
         made = build_lock_step_rank(SETTINGS, device, lambda step: channel.send(WakeGroup(step)))
         try:
@@ -142,6 +143,7 @@ def _run(rank: int, checkpoints: list[Path], directory: Path, inbox: Any, outbox
         except GroupLostError:  # the other rank read its shutdown message first, as when a server stops
             while not any(isinstance(message, Shutdown) for message in channel.receive(_WAIT_S)):
                 pass
+        sockets.close()  # as the end of a process does, so that the other rank does not wait for this one
 
 
 def settings_of(checkpoint: Path, dtype: str = "float64") -> ModelSettings:
