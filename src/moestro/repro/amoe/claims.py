@@ -32,6 +32,7 @@ _EQUAL = 0.02  # figures that differ by less count as equal
 _KEEPS_UP = 0.95  # of the input rate; a run of 20 s has a spread of 1.4 % at 250 requests a second
 _HONEST = (EP, OVERLAP, PING_PONG_NAME, REPLICAS)
 _PAPER = (ASYNC, EP, EP_STALLS)  # the paper's two systems, its baseline as ideal lock-step and with published stalls
+_BASELINES = {EP: "against ideal lock-step", EP_STALLS: "against SGLang as published"}
 _STALL = f"{100 * STALLS.value:g} %"
 _STALLS_DECIDE = (
     f"the baseline stalls for {_STALL} of the time by assumption, which decides; ideal lock-step of equal prices stalls"
@@ -133,7 +134,7 @@ def _curves(findings: AmoeFindings) -> Iterator[tuple[str, tuple[bool, float, fl
 
 def _stalls(findings: AmoeFindings) -> Iterator[tuple[str, AmoeCell]]:
     if (cell := findings.best("stalls", EP)) is not None:
-        yield "", cell
+        yield "same", cell  # the form of the gate
 
 
 def _seeds(findings: AmoeFindings) -> Iterator[tuple[str, tuple[float, str, str]]]:
@@ -245,10 +246,12 @@ CLAIMS: tuple[Row, ...] = (
     ),
     ClaimRow(
         where="Fig. 9", sentence="the gain is smaller with top-2 than with top-1",
-        cases=partial(_capacities, _TOP_1_AND_2, (ASYNC, EP)),
-        ours=lambda found: f"against ideal lock-step {_lead(found[0], EP):.2f} x with top-1,"
-        f" {_lead(found[1], EP):.2f} x with top-2",
-        holds=lambda found: _lead(found[1], EP) < _lead(found[0], EP),
+        cases=partial(_capacities, _TOP_1_AND_2, _PAPER),
+        ours=lambda found: "; ".join(
+            f"{words} {_lead(found[0], name):.2f} x with top-1, {_lead(found[1], name):.2f} x with top-2"
+            for name, words in _BASELINES.items()
+        ),
+        holds=lambda found: all(_lead(found[1], name) < _lead(found[0], name) for name in _BASELINES),
         why="with half of the GPUs for experts, top-2 doubles their work; lock-step uses all GPUs",
     ),
     ClaimRow(
@@ -256,7 +259,8 @@ CLAIMS: tuple[Row, ...] = (
         figures=(TWO_MACHINES,), cases=_MACHINES,
         ours=lambda found: f"{_lead(found[1], EP_STALLS):.2f} x SGLang as published, {_lead(found[1], EP):.2f} x ideal"
         " lock-step",
-        holds=lambda found: TWO_MACHINES.is_reached(_lead(found[1], EP_STALLS)), why=_STALLS_DECIDE,
+        holds=lambda found: TWO_MACHINES.is_reached(_lead(found[1], EP_STALLS)),
+        why="lock-step of 16 GPUs waits for the slowest and for the wire, so that the published stalls add nothing",
     ),
     ClaimRow(
         where="Fig. 10", sentence=f"{SCALING.value} x the throughput of one machine", figures=(SCALING,),
@@ -268,8 +272,8 @@ CLAIMS: tuple[Row, ...] = (
         where="Fig. 10", sentence="the baseline gains nothing from the second machine", cases=_MACHINES,
         ours=lambda found: f"ideal lock-step {_growth(found, EP):.2f} x, with published stalls"
         f" {_growth(found, EP_STALLS):.2f} x",
-        holds=lambda found: _growth(found, EP) <= 1 + 5 * _EQUAL,
-        why="twice the GPUs halve attention, which ideal lock-step gains",
+        holds=lambda found: all(_growth(found, name) <= 1 + 5 * _EQUAL for name in _BASELINES),
+        why="ideal lock-step loses by the wire; with published stalls one machine is slower by assumption",
     ),
     ClaimRow(
         where="Fig. 11",
@@ -277,7 +281,8 @@ CLAIMS: tuple[Row, ...] = (
         quote="when the system operates at approximately 80% of its maximum achievable throughput",
         cases=_schedulers, ours=lambda cells: ", ".join(map(_point, cells.values())) or "not run",
         holds=lambda cells: _is_defrag_best(cells) if cells else None,
-        why=lambda cells: "without saturation every policy that keeps up has the throughput of the input"
+        why=lambda cells: "without saturation every policy that keeps up has the throughput of the input; the rate is"
+        " 0.8 of our own maximum"
         if cells
         else "the paper has top-1 and top-2",
     ),

@@ -141,7 +141,7 @@ def _at_both_ends(engine: _TableEngine) -> Cases:
     return cases
 
 
-def _of_all_shapes(rule: Callable[[_Gains], bool]) -> Callable[[_Gains], bool | None]:
+def _of_all_shapes(rule: Callable[[_Gains], bool | None]) -> Callable[[_Gains], bool | None]:
     """A rule that judges all shapes or nothing, because the paper's means are over all."""
     return lambda gains: rule(gains) if gains.num_shapes == len(SHAPES) else None
 
@@ -178,9 +178,12 @@ def _is_below_parts(gains: _Gains) -> bool:
     return whole < min(gains.means[name] for name in _PARTS) and whole < -MARGIN
 
 
-def _is_dplb_best(gains: _Gains) -> bool:
-    alone = {name: gains.means[name] for name in _PARTS}
-    return min(alone, key=lambda name: alone[name]) == DPLB and alone[DPLB] < -MARGIN
+def _is_dplb_best(gains: _Gains) -> bool | None:
+    """Whether DPLB gains more than each other part. None where the best other one gains nearly the same."""
+    dplb, other = gains.means[DPLB], min(gains.means[name] for name in _PARTS if name != DPLB)
+    if dplb >= -MARGIN:
+        return False
+    return None if abs(dplb - other) <= MARGIN else dplb < other
 
 
 def _is_below_balancer(gains: _Gains) -> bool:
