@@ -123,6 +123,20 @@ def near_best() -> str:
     return f"{sum(cell['moestro'] <= 1.05 * min(cell.values()) for cell in cells)} of {len(cells)}"
 
 
+def before_vllm() -> str:
+    """Mean TTFT over round robin's at three shares of the capacity, of `moestro` and of the best policy."""
+    by_share = stored("routing/vllm_loads.json")["by_share"]
+    ratios = [
+        {
+            policy: each["ttft_mean_ms_over_round_robin"]["median"]
+            for policy, each in by_share[share]["measured"].items()
+        }
+        for share in ("0.5", "0.8", "1")
+    ]
+    rows = ([found["moestro"] for found in ratios], [min(found.values()) for found in ratios])
+    return "; ".join(", ".join(f"{ratio:.2f}" for ratio in row) for row in rows)
+
+
 AMD = ("serving/engine_cpu_demo", "serving/engine_cpu_640m", "serving/engine_cpu_long")
 INTEL = ("serving/engine_avx512_demo", "serving/engine_avx512_640m")
 PREEMPTION = ("serving/preemption_640m_kernels",)
@@ -137,6 +151,8 @@ FIGURES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "iteration-level priority": (lambda: preemption("iteration-level priority"), PREEMPTION),
     "whose requests poison engines": (poison, ("robustness/strangers",)),
     "LMetric's set-up": (near_best, ("repro/lmetric",)),
+    "decided by 95 % intervals": (lambda: ", ".join(verdicts_of_pairs()), ("repro/lmetric",)),
+    "before two vLLM 0.32 servers": (before_vllm, ("routing/vllm_loads",)),
 }
 
 
@@ -155,6 +171,17 @@ def findings(paper: str, kind: Any) -> Any:
 
 def capacity(part: str, system: str) -> float:
     return findings("amoe", AmoeFindings).capacity(part, system).tokens_per_s
+
+
+def last_doublings(system: str) -> list[str]:
+    """Least and most that the last doubling of requests adds to the throughput, in %, with permuted hot experts."""
+    by_load: dict[str, list[tuple[int, float]]] = {}
+    for run in findings("amoe", AmoeFindings).closed:
+        if run.system == system and run.load.endswith("_permuted"):
+            by_load.setdefault(run.load, []).append((run.num_requests, run.tokens_per_s))
+    runs = [sorted(each)[-2:] for each in by_load.values() if len(each) > 1]
+    gains = sorted(100 * (last[1] / before[1] - 1) for before, last in runs)
+    return [f"{gains[0]:.0f}", f"{gains[-1]:.0f}"]
 
 
 def over_others(part: str, system: str = ASYNC) -> float:
@@ -544,6 +571,9 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
         "AMoE's division has {} to {} times the capacity, by lengths, top-k and skew.": lambda: ends(
             over_others(part) for top_k in (1, 2) for each in ("permuted", "uniform") for part in panels(top_k, each)
         ),
+        "`async` still gains {} to {} % by the last doubling of requests up to it, `ep` {} to {} %": lambda: [
+            *last_doublings(ASYNC), *last_doublings(EP)
+        ],
         "AMoE's division is {} thousand tokens/s on one machine and {} thousand on two": bounds_of_same,
         "Overloaded runs reach {} to {} times the closed-loop maximum; replicas exceed it,"
         " as numbers of requests double from one closed-loop run to the next\n"
@@ -685,6 +715,15 @@ def test_each_figure_is_the_stored_one_and_names_its_kind(row):
 def test_readme_says_how_many_cells_are_not_near_the_best():
     near, total = map(int, near_best().split(" of "))
     assert f"In the other {total - near} cells another policy is better by more" in README
+
+
+def test_readme_says_where_the_tail_pays_at_overload():
+    runs = {load: lmetric().by_policy(load, 1.2) for load in ("chat", "coder")}
+    means = {load: {name: (c.measured.ttft_ms.mean, c.measured.ttft_ms.p99) for name, c in found.items()}
+             for load, found in runs.items()}  # fmt: skip
+    assert min(means["chat"], key=lambda name: means["chat"][name][0]) == "moestro"
+    assert means["chat"]["moestro"][1] > means["chat"]["miss_ratio"][1]
+    assert all(miss < ours for miss, ours in zip(means["coder"]["miss_ratio"], means["coder"]["moestro"], strict=True))
 
 
 def test_readme_is_short():
