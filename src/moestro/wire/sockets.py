@@ -374,8 +374,8 @@ class SocketExchange:
         if _user_of(connection) == os.getuid():
             with contextlib.suppress(ConnectionError):
                 connection.sendall(_NUMBER.pack(self._worker))
-                heard = connection.recv(_NUMBER.size, socket.MSG_WAITALL)
-                other = _NUMBER.unpack(heard)[0] if len(heard) == _NUMBER.size else -1
+                answer = connection.recv(_NUMBER.size, socket.MSG_WAITALL)
+                other = _NUMBER.unpack(answer)[0] if len(answer) == _NUMBER.size else -1
         if other in self._sockets or other == self._worker or not 0 <= other < self._num_workers:
             connection.close()
             return -1
