@@ -237,11 +237,11 @@ def overloaded_over_closed() -> list[str]:
     return [f"{ratio:.2f}" for ratio in (min(others), max(others), *sorted(ratios[name] for name in apart))]
 
 
-def gimbal_change(system: str, seeds: tuple[int, ...]) -> str:
-    """Mean change of TTFT from `vllm` over the five shapes with scarce KV memory at the highest rate."""
+def gimbal_change(system: str, seeds: tuple[int, ...], prefix: str = "scarce_") -> str:
+    """Mean change of TTFT from `vllm` over the five shapes on an engine of the tables at the highest rate."""
     runs = findings("gimbal", GimbalFindings)
     changes = []
-    for load in (load for load in runs.loads if load.startswith("scarce_")):
+    for load in (load for load in runs.loads if load.startswith(prefix)):
         cells = [cell for cell in runs.of(load, runs.rates(load)[-1], system) if cell.seed in seeds]
         assert {cell.seed for cell in cells} == set(seeds)
         changes.append(runs.change("TTFT", cells, runs.of(load, runs.rates(load)[-1], "vllm")))
@@ -593,6 +593,11 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
             largest_aged(0.9, ("vllm-0.26", "vllm-0.27", "lmetric", "moestro"))
         ],
         "That is {} of the {} blocks": gimbal_blocks,
+        "by seed `dplb` has {}, {}, {} on `scarce`, and `moestro` {}, {}, {} on `slow`": lambda: [
+            gimbal_change(system, (seed,), prefix)
+            for system, prefix in (("dplb", "scarce_"), ("moestro", "slow_"))
+            for seed in (0, 1, 2)
+        ],
         "{} with `gimbal_v1` (the paper: -17.8 %), {} with `gimbal_v2` (-42.9 %) and {} with `moestro`;\n"
         "with vLLM's own balancer it changes by {}.": partial(
             gimbal_changes, "gimbal_v1", "gimbal_v2", "moestro", "vllm_least", seeds=(0, 1, 2)

@@ -122,8 +122,8 @@ def _on_equal_seeds(engine: _TableEngine, figure: str, *systems: str) -> Cases:
     return cases
 
 
-def _at_both_ends(engine: _TableEngine) -> Cases:
-    """The case: gains in TTFT at the lowest and at the highest rate, over the seeds of both."""
+def _at_both_ends(engine: _TableEngine, figure: str) -> Cases:
+    """The case: gains in a figure at the lowest and at the highest rate, over the seeds of both."""
 
     def cases(findings: GimbalFindings) -> Iterator[tuple[str, _Gains]]:
         loads = _loads(findings, engine.prefix)
@@ -134,7 +134,7 @@ def _at_both_ends(engine: _TableEngine) -> Cases:
             {cell.seed for load in loads for cell in findings.of(load, findings.rates(load)[nth], GIMBAL_V1)}
             for nth in nths.values()
         ))  # fmt: skip
-        changes = {name: _changes(findings, loads, "TTFT", GIMBAL_V1, seeds, nth) for name, nth in nths.items()}
+        changes = {name: _changes(findings, loads, figure, GIMBAL_V1, seeds, nth) for name, nth in nths.items()}
         if all(changes.values()):
             yield engine.name, _Gains(changes, len(loads), len(seeds))
 
@@ -176,6 +176,11 @@ def _means_text(gains: _Gains) -> str:
 def _is_below_parts(gains: _Gains) -> bool:
     whole = gains.means[GIMBAL_V1]
     return whole < min(gains.means[name] for name in _PARTS) and whole < -MARGIN
+
+
+def _is_below_parts_everywhere(gains: _Gains) -> bool:
+    whole, *parts = (gains.changes[name] for name in (GIMBAL_V1, *_PARTS))
+    return all(ours < min(others) for ours, *others in zip(whole, *parts, strict=True))
 
 
 def _is_dplb_best(gains: _Gains) -> bool | None:
@@ -455,9 +460,20 @@ def _of_engine(engine: _TableEngine) -> Iterator[Row]:
         cases=_on_equal_seeds(engine, "TTFT", VLLM_LEAST, GIMBAL_V1, GIMBAL_V2, MOESTRO), ours=_means_text,
         holds=_of_all_shapes(_is_below_balancer), why=engine.why,
     )  # fmt: skip
+    for where, name in (("v1, V-B1", "TTFT"), ("v1, V-B2", "TPOT")):
+        yield ClaimRow(
+            where=where, sentence=f"the gain in {name} grows with the rate", cases=_at_both_ends(engine, name),
+            ours=_ends_text, holds=_of_all_shapes(_grows), why=engine.why,
+        )  # fmt: skip
     yield ClaimRow(
-        where="v1, V-B1", sentence="the gain in TTFT grows with the rate", cases=_at_both_ends(engine),
-        ours=_ends_text, holds=_of_all_shapes(_grows), why=engine.why,
+        where="v1, V-B2", sentence="Gimbal has a lower TPOT than each part alone, for each shape",
+        cases=_on_equal_seeds(engine, "TPOT", *_PARTS, GIMBAL_V1), ours=_means_text,
+        holds=_of_all_shapes(_is_below_parts_everywhere), why=engine.why,
+    )  # fmt: skip
+    yield ClaimRow(
+        where="v1, V-B1", sentence="TTFT is lower than vLLM's for each shape",
+        cases=_on_equal_seeds(engine, "TTFT", GIMBAL_V1), ours=_mean_text,
+        holds=_of_all_shapes(lambda gains: max(gains.only) < -MARGIN), why=engine.why,
     )  # fmt: skip
 
 
