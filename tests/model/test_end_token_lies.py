@@ -9,7 +9,7 @@ import pytest
 
 from moestro.errors import UnsupportedModelError
 from moestro.files.config_fields import refuse_sizes
-from moestro.model.check import eos_token_ids
+from moestro.model.settings import eos_token_ids
 
 TEXT = SimpleNamespace(eos_token_id=None, vocab_size=32)
 CONFIG = SimpleNamespace(eos_token_id=None, get_text_config=lambda: TEXT)

@@ -26,9 +26,9 @@ OFFLOADING = (*SCARCE, "--scheduling-policy", "qllm", "--evict-policy", OFFLOAD)
 
 
 @pytest.fixture(params=["plenty of KV", "KV in host memory"])
-def preemptive(request, short_command, tmp_path):
+def preemptive(request, real_command, tmp_path):
     flags = () if request.param == "plenty of KV" else OFFLOADING
-    running = Running((*short_command, "--dtype", "float32", *LIMITS, *flags), tmp_path, admin_port=free_port())
+    running = Running((*real_command, "--dtype", "float32", *LIMITS, *flags), tmp_path, admin_port=free_port())
     yield running
     try:
         assert (metrics(running)['moestro:kv_restored_tokens_total{engine="0"}'] > 0) == (flags == OFFLOADING)
@@ -57,10 +57,10 @@ def answers(server: Running) -> list[str]:
         return list(pool.map(ask, range(24)))
 
 
-def test_the_answers_and_the_experts_are_those_of_the_fused_mode(short_server, preemptive):
-    assert answers(preemptive) == answers(short_server)
+def test_the_answers_and_the_experts_are_those_of_the_fused_mode(server, preemptive):
+    assert answers(preemptive) == answers(server)
     salt = preemptive.directory.name
-    assert (ask_for_counts(preemptive, salt) == ask_for_counts(short_server, salt)).all()
+    assert (ask_for_counts(preemptive, salt) == ask_for_counts(server, salt)).all()
 
 
 MAX_BE_WAIT_S = 0.5

@@ -22,7 +22,7 @@ from moestro.cost.settings import read_network
 from moestro.errors import ConfigError
 from moestro.files import checkpoint
 from moestro.files.checkpoint import read_checkpoint
-from moestro.model.check import read_generation_config, sampling_defaults
+from moestro.model.settings import read_generation_config, sampling_defaults
 
 Lie = tuple[str, Callable[[Path], object]]
 

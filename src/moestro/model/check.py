@@ -1,8 +1,8 @@
 """Checks of a checkpoint: refusals before its weights are read, and a comparison with transformers afterwards.
 
-`files.checkpoint` has checked the files and the sizes. The config, the sampling defaults and the skeleton without
-weights are checked here, so that no answer is silently wrong, and each refusal has its reason. After loading, the paged
-steps of an untested family must equal transformers' own forward pass.
+`files.checkpoint` has checked the files and the sizes. The config and the skeleton without weights are checked here, so
+that no answer is silently wrong, and each refusal has its reason. After loading, the paged steps of an untested family
+must equal transformers' own forward pass.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,10 @@ from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from moestro.core.request import SAMPLING_RANGES, SamplingDefaults
 from moestro.core.rng import uniform
 from moestro.core.views import LS
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, SAMPLING_ROW, Int32s, Units
-from moestro.errors import MoestroError, UnsupportedModelError, shown, shown_literal
-from moestro.files.checkpoint import read_json_object
+from moestro.errors import MoestroError, UnsupportedModelError, shown
 from moestro.files.config_fields import TensorHeader, layer_of_name
 from moestro.model.experts.routed import EXPERTS
 from moestro.model.network import Network
@@ -249,60 +246,6 @@ _SHORTEST, _LONGEST, _PAST_WINDOW = 24, 1024, 8
 # Largest error of a row of logits, relative to their spread. In half precision a gate near a tie may choose another
 # expert in some rows, so the median row decides there; the faults that this check finds appear in nearly every row.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.15}
-
-
-# The checkpoint authors' sampling defaults: `generation_config.json`, read as plain JSON.
-
-
-def read_generation_config(directory: Path) -> dict[str, Any]:
-    """Read the file's fields; a missing file has none.
-
-    Raises:
-        UnsupportedModelError: the file is not a JSON object.
-    """
-    path = directory / "generation_config.json"
-    return read_json_object(path) if path.exists() else {}
-
-
-def eos_token_ids(fields: dict[str, Any], config: Any) -> tuple[int, ...]:
-    """Ids that end a sequence: those of the file and of transformers' config, ascending.
-
-    Raises:
-        UnsupportedModelError: an id is no token id of the network.
-    """
-    ids: list[int] = []
-    for given in (fields.get("eos_token_id"), config.eos_token_id, config.get_text_config().eos_token_id):
-        ids += given if isinstance(given, list | tuple) else [] if given is None else [given]
-    if wrong := [each for each in ids if type(each) is not int]:
-        raise UnsupportedModelError(
-            f"eos_token_id must be an integer or a list of them, got {shown_literal(wrong[0])}."
-        )
-    vocab_size = config.get_text_config().vocab_size
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise UnsupportedModelError(
-            f"eos_token_id must be from 0 to {vocab_size - 1}, the vocabulary's last token, got"
-            f" {shown_literal(next(each for each in ids if not 0 <= each < vocab_size))}."
-        )
-    return tuple(sorted(set(ids)))
-
-
-def sampling_defaults(fields: dict[str, Any]) -> SamplingDefaults:
-    """Sampling defaults of the file; neutral where it names none.
-
-    Raises:
-        UnsupportedModelError: a value lies outside of the API's bounds.
-    """
-    given = {name: fields[name] for name in SamplingDefaults.__struct_fields__ if fields.get(name) is not None}
-    for name, value in given.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or value not in SAMPLING_RANGES[name] or (name == "top_k" and value != int(value)):
-            raise UnsupportedModelError(
-                f"generation_config.json: {name} must be {SAMPLING_RANGES[name]}, got {shown_literal(value)}:"
-                " correct it, or give --generation-config vllm to ignore the file's sampling values."
-            )
-    if "top_k" in given:
-        given["top_k"] = max(0, int(given["top_k"]))
-    return SamplingDefaults(**given)
 
 
 def check_network(network: Network, max_model_len: int, block_size: int) -> tuple[KVPools, int]:

@@ -18,7 +18,7 @@ from moestro.core.request import CardMemory, ModelInfo, SamplingDefaults
 from moestro.core.views import LS
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, SAMPLING_ROW, BlockMoves, Forward, StepResult, Units
 from moestro.errors import ConfigError
-from moestro.model.check import TESTED_FAMILIES, check_network, eos_token_ids, read_generation_config, sampling_defaults
+from moestro.model.check import TESTED_FAMILIES, check_network
 from moestro.model.experts.gate_override import make_override
 from moestro.model.kernels.kernel_choice import begin_search, choose_kernels
 from moestro.model.load import load_network, read_config
@@ -31,7 +31,14 @@ from moestro.model.pools import (
     fit_max_model_len,
     staging_bytes,
 )
-from moestro.model.settings import ALONE, LocalRank, ModelSettings
+from moestro.model.settings import (
+    ALONE,
+    LocalRank,
+    ModelSettings,
+    eos_token_ids,
+    read_generation_config,
+    sampling_defaults,
+)
 from moestro.model.step import PagedStep, PendingResult, SampledTokens, compute_result
 
 # Processes that share a card cannot tell their contexts apart from each other's memory. An estimate: the kernels and
