@@ -90,7 +90,7 @@ class TokenizedReader:
             text = self._tokenizer.render_chat(messages, tools=_tools(body), options=self._options(body))
             return self._tokenizer.encode(text, add_special_tokens=False)
         raw = body.prompt if is_given(body.prompt) else body.text
-        prompt = msgspec.json.decode(raw, type=str | list[str | int | list[int]])
+        prompt: Any = msgspec.json.decode(raw, type=str | list[str | int | list[int]])
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             prompt = prompt[0]  # the first of several
         if isinstance(prompt, str):
