@@ -9,6 +9,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from datetime import datetime
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -157,11 +158,12 @@ FIGURES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
 
 
 def days(*names: str) -> str:
-    """The days of November on which the runs of results were made, first to last."""
-    starts = sorted(record["started_at"][:10] for name in names for record in records(f"{name}.json"))
-    assert {start[:8] for start in starts} == {"2026-11-"}
-    first, last = (int(start[8:]) for start in (starts[0], starts[-1]))
-    return f"{first} Nov" if first == last else f"{first} to {last} Nov"
+    """The days on which the runs of results were made, first to last, without the year."""
+    starts = sorted(datetime.fromisoformat(each["started_at"]) for name in names for each in records(f"{name}.json"))
+    first, last = (f"{start.day} {start:%b}" for start in (starts[0], starts[-1]))
+    if first == last:
+        return first
+    return f"{first.split()[0] if starts[0].month == starts[-1].month else first} to {last}"
 
 
 @cache
@@ -467,6 +469,13 @@ def tuned_errors() -> list[str]:
     return [f"{share:.0%}"[:-1] for share in (min(shares), max(shares))]
 
 
+def lock_step_stalls(load: str, rate: float) -> list[str]:
+    """Least and most mean stall of ideal lock-step from a rate on, in %."""
+    cells = [cell for cell in findings("amoe", AmoeFindings).cells if (cell.load, cell.system) == (load, EP)]
+    stalls = sorted(mean_stall(cell) for cell in cells if cell.rate >= rate)
+    return [f"{100 * each:.0f}" for each in (stalls[0], stalls[-1])]
+
+
 def decode_stalls() -> list[str]:
     """At 600 requests a second with the roofline's kernels: mean stalls of `async`, of replicas, and of lock-step."""
     runs = findings("amoe", AmoeFindings)
@@ -571,6 +580,7 @@ SENTENCES: dict[str, dict[str, Callable[[], list[str]]]] = {
             below(0.5, "TTFT mean", "chat"), below(0.9, "TTFT mean", "chat")
         ],
         "with the right prices for {} to {} % of them.": tuned_errors,
+        "({} to {} % from 300 requests a second on)": lambda: lock_step_stalls("two_nodes_permuted", 300),
         "AMoE's division has {} to {} times the capacity, by lengths, top-k and skew.": lambda: ends(
             over_others(part) for top_k in (1, 2) for each in ("permuted", "uniform") for part in panels(top_k, each)
         ),

@@ -61,7 +61,7 @@ def worse_table() -> str:
 
 
 def ages_table() -> str:
-    """What figures of engines that come at intervals cost each policy."""
+    """How much each policy loses where engines report their figures at intervals."""
     findings, rows = _findings(), []
     for aged in findings.ages:
         shown = []

@@ -79,14 +79,8 @@ def folders_of(result: str) -> list[str]:
     return [f"src/moestro/{room}" for room in MEASURES[beginning]]
 
 
-def num_older(result: str) -> int:
-    """The number of runs whose code has changed since their commit, or whose commit is unknown."""
-    commits = [commit_of(record) for record in records(result)]
-    has_changed = {commit: _has_changed(commit, folders_of(result)) for commit in set(commits)}
-    return sum(has_changed[commit] for commit in commits)
-
-
 def _has_changed(commit: str, folders: list[str]) -> bool:
+    """Whether the folders have changed since a commit, or that commit is unknown."""
     return commit == NO_COMMIT or _git("diff", "--quiet", commit, "--", *folders).returncode != 0
 
 
@@ -104,8 +98,10 @@ def older() -> dict[str, str]:
     """By result that is older than the code that it measures: how many of its runs are, and the day of the first."""
     found = {}
     for result in results():
-        if num := num_older(result):
-            runs = records(result)
+        runs, folders = records(result), folders_of(result)
+        commits = [commit_of(record) for record in runs]
+        has_changed = {commit: _has_changed(commit, folders) for commit in set(commits)}
+        if num := sum(has_changed[commit] for commit in commits):
             days = [record["started_at"][: len("2026-01-01")] for record in runs if record.get("started_at")]
             found[result] = f"{num} of {len(runs)} runs, {min(days, default='day unknown')}"
     return found

@@ -50,7 +50,7 @@ def test_a_lost_worker_is_an_error_and_not_a_hang(ends, tmp_path):
 
 
 def together(num_workers: int, work, timeout_s: float = PATIENCE_S) -> list:
-    """What `work(worker, exchange)` returns in each of so many workers, which are threads."""
+    """Run `work(worker, exchange)` in a thread for each worker, and return what each returns."""
     store, all_have_run = distributed.HashStore(), threading.Barrier(num_workers)
 
     def run(worker: int):

@@ -292,7 +292,7 @@ _OWNER = struct.Struct("=iII")  # what Linux knows of the process at the other e
 
 
 class AddressStore(Protocol):
-    """What all workers of a group can read and write, such as `torch.distributed.TCPStore`."""
+    """A store of values that all workers of a group read and write, such as `torch.distributed.TCPStore`."""
 
     def set(self, key: str, value: str, /) -> None:
         """Set a value."""
@@ -319,7 +319,7 @@ class _Incoming:
 class SocketExchange:
     """Exchanges bytes of host memory between the workers of a group, over a Unix socket for each pair.
 
-    gloo gives each message to threads of its own: up to 64 KiB take 3 to 9 times as long
+    gloo passes each message through threads of its own: messages of up to 64 KiB take 3 to 9 times as long there
     (`bench/micro/group_exchange.py`). Linux names the user at the other end of each socket, and other users are
     refused. Each part has the number of its exchange and its length in front, so that workers that have lost step are
     noticed. After an error all sockets are closed, so that no other worker waits for this one.

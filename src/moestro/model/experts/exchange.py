@@ -203,7 +203,7 @@ def _bytes_of(rows: Tensor) -> Tensor:
 
 
 def _parts(rows: Tensor, num_rows: list[int]) -> list[memoryview]:
-    """The bytes of so many rows after another, which share their memory."""
+    """Return the bytes of each worker's rows, which share the memory of `rows`."""
     flat, num_bytes = _bytes_of(rows).flatten().numpy().data, rows.shape[1] * rows.element_size()
     ends = [0, *accumulate(num * num_bytes for num in num_rows)]
     return [flat[begin:end] for begin, end in pairwise(ends)]

@@ -238,8 +238,7 @@ def _overload_text(overload: Overload) -> str:
     return f"{_shown(changes)}; {num_aged} requests aged"
 
 
-def _are_all_reached(figures: Mapping[str, PaperFigure], overload: Overload) -> bool:
-    changes, _ = overload
+def _are_all_reached(figures: Mapping[str, PaperFigure], changes: Mapping[str, float]) -> bool:
     return all(figure.is_reached(changes[name]) for name, figure in figures.items())
 
 
@@ -482,7 +481,7 @@ def _under_recording(where: str, system: str, figures: Mapping[str, PaperFigure]
     return ClaimRow(
         where=where, sentence=f"{system} with real routing: {stated} from vLLM", figures=tuple(figures.values()),
         cases=partial(_recordings, system, figures), ours=_shown,
-        holds=lambda changes: all(figure.is_reached(changes[name]) for name, figure in figures.items()),
+        holds=partial(_are_all_reached, figures),
         why="requests wait for KV memory, as in the table of scarce memory; where experts lie changes the time of a"
         " step little, with affinity between layers and without",
     )  # fmt: skip
@@ -492,7 +491,7 @@ def _under_overload(where: str, system: str, figures: Mapping[str, PaperFigure])
     return ClaimRow(
         where=where, sentence=_shown({name: figure.value for name, figure in figures.items()}),
         figures=tuple(figures.values()), cases=partial(_overloads, system, figures),
-        ours=_overload_text, holds=partial(_are_all_reached, figures),
+        ours=_overload_text, holds=lambda overload: _are_all_reached(figures, overload[0]),
         why="requests wait for their prefill here, so the order of the queue decides TTFT; decodes take what they"
         " take, so TPOT hardly changes",
     )  # fmt: skip

@@ -119,8 +119,7 @@ def _latency_tables(num_requests: int) -> list[GimbalPart]:
     ]
     parts += [
         GimbalPart(
-            name=f"slow_{shape}", finds="slowdown", shape=shape, num_requests=num_requests,
-            seeds=SEEDS,
+            name=f"slow_{shape}", finds="slowdown", shape=shape, num_requests=num_requests, seeds=SEEDS,
         )
         for shape in SHAPES
     ]  # fmt: skip

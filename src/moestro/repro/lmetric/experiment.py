@@ -73,9 +73,9 @@ TUNED = {
     "dynamo": ("prefill_scale", (0.5, 1, 2, 4, 8, 16, 32, 64, 128)),
     "aibrix": ("max_range", (2, 4, 8, 16, 32)),
 }
-# The sweep of the figures' age: policies that read figures of engines, rates as shares of the capacity, and intervals
-# at which figures come: with every step (0), as from vLLM's coordinator, and as from `/metrics`.
-AGED, AGED_SHARES = (BASELINE, "vllm-0.27", PAPER_POLICY, OUR_POLICY), (HALF, 0.9)
+# The sweep of the figures' age: policies that read figures of engines, and intervals at which figures come: with every
+# step (0), as from vLLM's coordinator, and as from `/metrics`.
+AGED = (BASELINE, "vllm-0.27", PAPER_POLICY, OUR_POLICY)
 PERIODS_MS = (0.0, 100.0, 1000.0)
 _CAPABLE = ("bailian", PAPER_POLICY, OUR_POLICY)  # policies whose best steady state is the capacity
 _SECOND, _HEATED = "api_agent", "chat"  # the loads of the second network and of the adversary
@@ -94,6 +94,7 @@ class LmetricPlan:
         others: routing policies that run at half of the capacity only.
         sources: names of loads. None means all available ones.
         predicted: loads whose TTFT is predicted; the paper's Fig. 15 has four, its Fig. 16 chats.
+        aged_shares: rates of the sweep of the figures' age, as shares of the capacity.
         has_second_network: whether a dense network runs too.
     """
 
@@ -103,12 +104,13 @@ class LmetricPlan:
     others: tuple[str, ...] = OTHERS
     sources: tuple[str, ...] | None = None
     predicted: tuple[str, ...] = ("chat", "api_agent", "coder", "tool_agent")
+    aged_shares: tuple[float, ...] = (HALF, 0.9)
     has_second_network: bool = True
 
 
 QUICK = LmetricPlan(
     num_requests=700, shares=(HALF, 0.9), others=("round_robin",), sources=("chat",), predicted=("chat",),
-    has_second_network=False,
+    aged_shares=(HALF,), has_second_network=False,
 )  # fmt: skip
 
 
@@ -173,7 +175,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         compared = len(plan.shares) * len(plan.policies) + len(plan.others) + len(WEIGHTS)
         second = len(_CAPABLE) + len(plan.policies) if self._has_second_network(load) else 0
         predicted = 2 * (load in plan.predicted)
-        heated = (3 + len(self._aged_shares) * len(AGED) * len(PERIODS_MS)) * (load == _HEATED)
+        heated = (3 + len(plan.aged_shares) * len(AGED) * len(PERIODS_MS)) * (load == _HEATED)
         return len(_CAPABLE) + sweeps + compared + len(_INDICATORS) + 1 + second + predicted + heated
 
     def run(self, load: str, step: Callable[[str], None]) -> LmetricFindings:
@@ -239,11 +241,6 @@ class LmetricExperiment(Experiment[LmetricFindings]):
     def bed(self, source: Source, network: str = NETWORK) -> Testbed:
         """The paper's testbed, with the smallest blocks that the source names."""
         return Testbed(network=network_named(network), gpu=gpu_named(GPU), block_size=source.block_size)
-
-    @property
-    def _aged_shares(self) -> list[float]:
-        """Rates of the sweep of the figures' age that the plan has."""
-        return [share for share in AGED_SHARES if share in self.plan.shares]
 
     def _has_second_network(self, load: str) -> bool:
         return self.plan.has_second_network and load == _SECOND
@@ -370,7 +367,7 @@ class LmetricExperiment(Experiment[LmetricFindings]):
     def _age(self, source: Source) -> None:
         """Route by figures that come at intervals: what the age of figures costs each policy."""
         bed = self.bed(source)
-        for share in self._aged_shares:
+        for share in self.plan.aged_shares:
             load = source.load(self._rate(source, share), SCORED_SEED)
             for name, period_ms in product(AGED, PERIODS_MS):
                 self._step(f"{source.name} at {share:.0%}: {name}, figures every {period_ms:g} ms")
