@@ -20,7 +20,7 @@ from support.cpu_seconds import CpuSeconds
 from support.forker import Forker
 from support.forker_process import read_on_import
 from support.freed_memory import FreedMemory
-from support.running import FAKE, REAL, Running, free_port
+from support.running import EXACT, FAKE, REAL, Running, free_port
 from support.short_demo import write_short_demo
 
 import moestro
@@ -173,7 +173,7 @@ def short_server(short_command, tmp_path_factory) -> Iterator[Running]:
 
 def exact_server(command: Sequence[str], directory: Path) -> Iterator[Running]:
     # In bfloat16 rounding depends on the batch's shape: that a seed repeats an answer is promised in float32 alone.
-    running = Running((*command, "--dtype", "float32"), directory, admin_port=free_port())
+    running = Running((*command, *EXACT), directory, admin_port=free_port())
     yield running
     processes = running.processes()
     try:

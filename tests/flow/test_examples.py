@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.fake_device import make_request
 from support.fake_stages import FakeStages, expected_tokens, make_shape
-from support.running import REAL, Running, complete
+from support.running import EXACT, REAL, Running, complete
 
 from moestro.config.user_files import read_user_code
 from moestro.core.policy_registry import PolicyKind
@@ -137,7 +137,7 @@ def command_of(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["offload_kv", "selective_experts"])
 def test_the_command_of_an_example_starts_a_server_that_answers(name, tmp_path):
-    server = Running((*REAL, "--dtype", "float32", *command_of(name)), tmp_path)
+    server = Running((*REAL, *EXACT, *command_of(name)), tmp_path)
     try:
         answer = complete(server, prompt="def read_file(path):\n", max_tokens=8, temperature=0)
         assert answer.status == 200, answer.body

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from support.kv_listener import DEMO, MODEL, free_ports, publishing_config
-from support.running import MOESTRO, Running, call_admin, complete, free_port, metrics, wait_until
+from support.running import EXACT, MOESTRO, Running, call_admin, complete, free_port, metrics, wait_until
 
-SCARCE = ("--num-gpu-blocks-override", "40", "--max-model-len", "480", "--dtype", "float32", "--block-size", "16")
+SCARCE = ("--num-gpu-blocks-override", "40", "--max-model-len", "480", *EXACT, "--block-size", "16")
 METRICS_S = 0.2
 TIER = ("--kv-offloading-size", "0.05")
 PROMPTS = ["def quicksort(items):\n    return items\n" * 10, "while stack:\n    node = stack.pop()\n" * 11]

@@ -35,7 +35,7 @@ def heeds_interrupts() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(dtype="float32", kv_cache_memory_bytes=100_000_000) as llm:
+    with LLM(kernels="own", kv_cache_memory_bytes=100_000_000) as llm:
         processes = ranks_of(llm._server.process_id)
         yield llm
     assert psutil.wait_procs(processes, timeout=30)[1] == []

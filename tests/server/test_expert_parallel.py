@@ -18,7 +18,6 @@ from parity import tiny
 from support.expert_counts import ask_for_counts
 from support.fake_rank import FAKE_STEP_S
 from support.interrupted_answers import (
-    EXACT,
     NEAR_TIES,
     SCORED,
     STEP_S,
@@ -37,7 +36,7 @@ from support.interrupted_answers import (
     tokens_come,
     total,
 )
-from support.running import PATIENCE_S, REAL, Running, call_admin, complete, is_idle, metrics, wait_until
+from support.running import EXACT, PATIENCE_S, REAL, Running, call_admin, complete, is_idle, metrics, wait_until
 
 from moestro.config.serve_settings import ProcessSettings, ServeSettings
 from moestro.core.experts.expert_table import EMPTY

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 from support.browser import chromium, needs_chromium
-from support.running import PATIENCE_S, Running, complete, free_port, metrics
+from support.running import EXACT, PATIENCE_S, Running, complete, free_port, metrics
 
 NUM_BLOCKS = 40
-SCARCE = ("--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", "480", "--dtype", "float32")
+SCARCE = ("--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", "480", *EXACT)
 PROMPT = "def quicksort(items):\n    return items\n" * 10
 OTHERS = ["import os\n" * 100, "class Tree:\n    pass\n" * 60, "for i in range(3):\n    print(i)\n" * 35]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from support.interrupted_answers import (
-    EXACT,
     NEAR_TIES,
     WHOLE,
     SentRequests,
@@ -20,7 +19,7 @@ from support.interrupted_answers import (
     tokens_come,
     total,
 )
-from support.running import PATIENCE_S, REAL, Running, complete, metrics, wait_until
+from support.running import EXACT, PATIENCE_S, REAL, Running, complete, metrics, wait_until
 
 NUM_ENGINES = 2
 SCRIPT = str(Path(__file__).parents[1] / "support" / "restless_server.py")

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from support.interrupted_answers import EXACT, running
-from support.running import Running, call_admin, complete, metrics, wait_until
+from support.interrupted_answers import running
+from support.running import EXACT, Running, call_admin, complete, metrics, wait_until
 from support.short_demo import NUM_LAYERS
 
 from moestro.cli import main

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from support.running import MOESTRO, Running, call, chat, complete
+from support.running import EXACT, MOESTRO, Running, call, chat, complete
 
 from moestro.config.serve_settings import ServerSettings
 from moestro.errors import ConfigError
@@ -19,7 +19,7 @@ FLAGS = ("--enable-force-include-usage", "--enable-tokenizer-info-endpoint", "--
 
 @pytest.fixture(scope="module")
 def direct(real_command, tmp_path_factory) -> Iterator[Running]:
-    server = Running((*real_command, "--dtype", "float32", *FLAGS), tmp_path_factory.mktemp("serve"))
+    server = Running((*real_command, *EXACT, *FLAGS), tmp_path_factory.mktemp("serve"))
     yield server
     server.kill()
 

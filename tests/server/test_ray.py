@@ -20,7 +20,7 @@ import psutil
 import pytest
 from support.namespaces import Namespaces, why_not
 from support.ray_servers import node_addresses, node_ids, ray_token
-from support.running import PATIENCE_S, REAL, Reply, Running, complete, has_ended, is_idle, metrics, wait_until
+from support.running import EXACT, PATIENCE_S, REAL, Reply, Running, complete, has_ended, is_idle, metrics, wait_until
 
 pytest.importorskip("ray")
 
@@ -105,7 +105,7 @@ def test_workers_on_several_nodes_answer_as_fused_mode_while_a_node_is_lost(serv
     fused = texts(ask_many(server, 6, 12))
     group = ("--mode", "async", "--attention", "2", "--experts", "2", "--launcher", "ray", *PATIENT)
     address = ("--ray-address", nodes.address)
-    running = Running((*real_command, "--dtype", "float32", *group, *address), tmp_path)
+    running = Running((*real_command, *EXACT, *group, *address), tmp_path)
     try:
         assert texts(ask_many(running, 6, 12)) == fused
         before = node_ids(running)
@@ -215,7 +215,7 @@ def test_machines_answer_as_one_while_the_wire_shows_nothing_and_a_machine_vanis
     head = machines.addresses[0]
     group = ("--mode", "async", "--attention", "1", "--experts", "2")
     ray = ("--launcher", "ray", "--ray-address", f"{head}:{PORT}", *PATIENT)
-    command = machines.command(0, (*real_command, "--dtype", "float32", *group, *ray, "--host", head))
+    command = machines.command(0, (*real_command, *EXACT, *group, *ray, "--host", head))
     capture = machines.capture(0)
     directory = tmp_path / "server"
     directory.mkdir()

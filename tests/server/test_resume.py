@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import pytest
 from support.fake_rank import CRASH, FAKE_STEP_S
 from support.interrupted_answers import (
-    EXACT,
     LENGTH,
     NEAR_TIES,
     SAMPLED,
@@ -31,7 +30,7 @@ from support.interrupted_answers import (
     tokens_come,
     total,
 )
-from support.running import Running, call, is_idle, load, wait_until
+from support.running import EXACT, Running, call, is_idle, load, wait_until
 
 from moestro.workload.traces.request_record import read_request_record
 

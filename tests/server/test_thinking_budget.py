@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.running import Running, call, chat, complete, is_idle, routing
+from support.running import EXACT, Running, call, chat, complete, is_idle, routing
 
 BUDGET, LENGTH = 5, 30
 FIELDS = {"temperature": 0, "max_tokens": LENGTH, "thinking_token_budget": BUDGET, "return_token_ids": True}
@@ -13,7 +13,7 @@ FIELDS = {"temperature": 0, "max_tokens": LENGTH, "thinking_token_budget": BUDGE
 
 @pytest.fixture(scope="module")
 def direct(real_command, tmp_path_factory) -> Iterator[Running]:
-    flags = ("--dtype", "float32", "--reasoning-parser", "deepseek_r1")
+    flags = (*EXACT, "--reasoning-parser", "deepseek_r1")
     server = Running((*real_command, *flags), tmp_path_factory.mktemp("serve"))
     yield server
     server.kill()

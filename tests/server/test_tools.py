@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from support.interrupted_answers import EXACT, kill_an_engine, running, tokens_come, total
+from support.interrupted_answers import kill_an_engine, running, tokens_come, total
 from support.model_outputs import ANSWERS, BROKEN, hermes
 from support.parroting_server import FLAGS, TOOLS, WEATHER_TOOL, joined, say, whole, without_ids
-from support.running import MOESTRO, Running, call, metrics
+from support.running import EXACT, MOESTRO, Running, call, metrics
 
 LARGE = [{"type": "function", "function": {"name": "f", "parameters": {"description": "x" * (1 << 17)}}}]
 CALL = hermes("get_weather", '{"city": "Paris"}')

@@ -162,7 +162,7 @@ def main() -> int:
             return 7  # without a word
         if spec.model.seed == 3:
             time.sleep(60)
-        is_exact = spec.model.dtype == "float32"  # as far as the server can tell
+        is_exact = spec.model.kernels == "own" or spec.model.dtype == "float32"  # as far as the server can tell
         channel.send(Ready(msgspec.structs.replace(INFO, is_exact=is_exact)))
         rank = FakeRank(spec.scheduler)
         rank.babble = lambda: channel.send("babble")

@@ -16,7 +16,6 @@ from typing import Any
 from support.running import PATIENCE_S, Reply, Running, call, free_port, is_idle, metrics, wait_until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-EXACT = ("--dtype", "float32")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from support.running import Running, call_admin, free_port, wait_until
+from support.running import EXACT, Running, call_admin, free_port, wait_until
 from worker.test_async_mode import PACED, ask_many, texts, worker, workers
 
 MIGRATING = (sys.executable, str(Path(__file__).parents[1] / "support" / "migrating_server.py"), "serve")
@@ -106,7 +106,7 @@ def test_experts_of_paced_workers_move(tmp_path):
 
 
 def test_experts_of_a_network_move_and_all_answers_stay_the_same(short_command, tmp_path):
-    running = serving(tmp_path, *short_command[2:], "--dtype", "float32", *GROUP)
+    running = serving(tmp_path, *short_command[2:], *EXACT, *GROUP)
     try:
         check_moves(running)
     finally:

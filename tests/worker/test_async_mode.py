@@ -13,6 +13,7 @@ import psutil
 import pytest
 from support.expert_counts import ask_for_counts
 from support.running import (
+    EXACT,
     REAL,
     Reply,
     Running,
@@ -339,7 +340,7 @@ def test_a_network_gives_the_answers_of_fused_mode_while_workers_die(short_serve
     fused = texts(ask_many(short_server, 12))
     # A process on standby would load torch twice here; it becomes a worker in the tests above.
     group = ("--mode", "async", "--attention", "2", "--experts", "2", "--no-standby")
-    running = Running((*short_command, "--dtype", "float32", *group), tmp_path, admin_port=free_port())
+    running = Running((*short_command, *EXACT, *group), tmp_path, admin_port=free_port())
     try:
         assert (ask_for_counts(running, "async") == ask_for_counts(short_server, "async")).all()
         assert texts(ask_many(running, 12)) == fused

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from support.running import Running, call, is_idle, metrics, wait_until
+from support.running import EXACT, Running, call, is_idle, metrics, wait_until
 from worker.test_async_mode import ask_many, names, texts, worker
 
 NUM = 12
@@ -19,7 +19,7 @@ GROUP = ("--mode", "async", "--attention", "2", "--experts", "2", "--inline-limi
 @pytest.fixture(scope="module")
 def group(short_command, tmp_path_factory) -> Iterator[Running]:
     """Two homes and two workers with experts, whose large and small tensors all go in two phases."""
-    running = Running((*short_command, "--dtype", "float32", *GROUP), tmp_path_factory.mktemp("group"))
+    running = Running((*short_command, *EXACT, *GROUP), tmp_path_factory.mktemp("group"))
     yield running
     processes = running.processes()
     try:
