@@ -40,8 +40,8 @@ NUM_TOKENS = 50  # of an answer: all of them together last some seconds
 
 
 @pytest.fixture(scope="module")
-def exact(short_command, tmp_path_factory) -> Iterator[Running]:
-    command = (*short_command, *EXACT, "--engines", "2", "--route-policy", "round_robin")
+def exact(real_command, tmp_path_factory) -> Iterator[Running]:
+    command = (*real_command, *EXACT, "--engines", "2", "--route-policy", "round_robin")
     with running(command, tmp_path_factory.mktemp("exact")) as server:
         yield server
 
@@ -193,14 +193,14 @@ def test_a_stream_that_ends_every_engine_at_one_token_ends_two_at_most(start):
     ],
     ids=["preemptive", "paced", "paced demo, preemptive"],
 )
-def test_preemptive_and_paced_engines_resume_as_well(flags, short_command, tmp_path):
+def test_preemptive_and_paced_engines_resume_as_well(flags, real_command, tmp_path):
     length = {"max_tokens": 200 if "none" in flags else 90}  # of steps that take less time
     bodies = [
         stream("def f(x):", **length),
         stream("x = [", **SAMPLED, service_class="be", **length),
         completion("import", n=2, **length),
     ]
-    with running((*short_command, "--engines", "2", "--route-policy", "round_robin", *flags), tmp_path) as server:
+    with running((*real_command, "--engines", "2", "--route-policy", "round_robin", *flags), tmp_path) as server:
         expected, found = disturbed(server, *bodies)
         assert found == expected
         assert total(server, "streams_resumed_total") >= 1
