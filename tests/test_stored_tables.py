@@ -611,8 +611,16 @@ def paced_plans() -> Rows:
     yield f"late by at most {100 * max(row['lateness'] for row in check['ways']):.1f} % of an item."
 
 
-def paced_days() -> Rows:
-    rows = stored("simulator/plan_day_check.json")["rows"]
+def planned_days(name: str, num_late: int) -> list[dict[str, Any]]:
+    """Rows of a check of plans, whose objectives all held."""
+    rows: list[dict[str, Any]] = stored(f"simulator/{name}.json")["rows"]
+    assert len(rows) == 6
+    assert all(row["objective_is_held"] for row in rows)
+    assert sum(not row["client_is_valid"] for row in rows) == num_late
+    return rows
+
+
+def days_of(rows: list[dict[str, Any]], digits: int) -> Rows:
     for load in dict.fromkeys(row["load"] for row in rows):
         runs = [row for row in rows if row["load"] == load]
         [engines] = {row["num_engines"] for row in runs}
@@ -622,16 +630,27 @@ def paced_days() -> Rows:
             for name in ("ttft_mean_ms", "tpot_mean_ms")
         )
         yield (
-            f"| {load} | {engines} | {objective:,.0f}, {ttft[0]:,.0f}, {ttft[1]:,.0f} to {ttft[2]:,.0f} |"
-            f" {itl[0]:.1f}, {itl[1]:.1f} to {itl[2]:.1f} |"
+            f"| {load} | {engines} | {objective:,.0f}, {ttft[0]:,.{digits}f}, {ttft[1]:,.{digits}f} to"
+            f" {ttft[2]:,.{digits}f} | {itl[0]:.1f}, {itl[1]:.1f} to {itl[2]:.1f} |"
         )
-    assert len(rows) == 6
-    assert all(row["objective_is_held"] for row in rows)
-    assert sum(not row["client_is_valid"] for row in rows) == 3
+
+
+def paced_days() -> Rows:
+    rows = planned_days("plan_day_check", 3)
+    yield from days_of(rows, 0)
     most = {name: max(abs(row["errors"][name]) for row in rows) for name in ("tpot_mean_ms", "tokens_per_s")}
     yield f"ITL is within {math.ceil(100 * most['tpot_mean_ms'])} % of the paced one"
     yield f"throughput within {math.ceil(100 * most['tokens_per_s'])} %"
     yield f"TTFT up to {-100 * min(row['errors']['ttft_mean_ms'] for row in rows):.0f} % too short"
+
+
+def vllm_days() -> Rows:
+    rows = planned_days("plan_day_check_vllm", 0)
+    yield from days_of(rows, 1)
+    for name, words in (("ttft_mean_ms", "TTFT"), ("tpot_mean_ms", "ITL"), ("tokens_per_s", "throughput")):
+        errors = [100 * row["errors"][name] for row in rows]
+        yield f"{words} from {min(errors):+.0f} to {max(errors):+.0f} %".replace("-", "\u2212")
+    assert max(abs(row["errors"]["hit_ratio"]) for row in rows) < 0.001
 
 
 TABLES: dict[str, tuple[Callable[[], Rows], ...]] = {
@@ -640,7 +659,7 @@ TABLES: dict[str, tuple[Callable[[], Rows], ...]] = {
         engines, async_measured, async_paced, migration, drift, copies, real_routing, next_windows, lasting,
     ),
     "docs/modes.md": (map_of_modes, gains_of_modes),
-    "docs/plan.md": (plan_estimates, paced_plans, paced_days),
+    "docs/plan.md": (plan_estimates, paced_plans, paced_days, vllm_days),
     "docs/placement.md": (sources, drift_in_short),
     "docs/policies.md": (session_pauses, unlike_engines, step_groups, overload),
     "docs/route.md": (several_routers,),

@@ -7,10 +7,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from accuracy.loads import HeldOutLoad
-from shared.models import DEMO
+from shared.models import DEMO, make_dense_model
 from shared.server import Server, free_port, moestro, started
 
 
@@ -24,6 +25,8 @@ class System:
         flags: of its server.
         unplanned: those of them, in the form of the server's command, that no plan decides.
         has_choices: whether it has the policies and engine counts of the loads.
+        is_vllm: whether vLLM serves, or else Moestro.
+        is_dense: whether the model is a dense one of random weights, or else the demo model.
     """
 
     title: str
@@ -31,9 +34,19 @@ class System:
     flags: tuple[str, ...]
     unplanned: tuple[str, ...] = ()
     has_choices: bool = True
+    is_vllm: bool = False
+    is_dense: bool = False
 
 
 _PACED = ("--device", "paced:h20", "--paced-arithmetic", "none", "--pace-dilation", "4")
+_VLLM_CACHE = ("--num-gpu-blocks-override", "450", "--block-size", "32")
+_OF_VLLM: dict[str, Any] = {
+    "kind": "measured",
+    "unplanned": ("--dtype", "bfloat16", "--enforce-eager", "--enable-prompt-tokens-details"),
+    "has_choices": False,
+    "is_vllm": True,
+}
+_WIDE = ("--max-num-seqs", "16", "--max-num-batched-tokens", "1024", "--max-model-len", "1024")
 _LIMITS = ("--max-num-seqs", "8", "--max-num-batched-tokens", "256", "--max-model-len", "1024")
 
 SYSTEMS = {
@@ -55,10 +68,25 @@ SYSTEMS = {
     ),
     "vllm_cpu": System(
         title="vLLM 0.32 on one core, demo model",
-        kind="measured",
-        flags=(*_LIMITS, "--num-gpu-blocks-override", "450", "--block-size", "32"),
-        unplanned=("--dtype", "bfloat16", "--enforce-eager"),
-        has_choices=False,
+        flags=(*_LIMITS, *_VLLM_CACHE),
+        **_OF_VLLM,
+    ),
+    "vllm_cpu_wide": System(
+        title="vLLM 0.32, demo model, 16 sequences and 1,024 tokens a step",
+        flags=(*_WIDE, *_VLLM_CACHE),
+        **_OF_VLLM,
+    ),
+    "vllm_cpu_dense": System(
+        title="vLLM 0.32 on one core, dense model",
+        flags=(*_LIMITS, *_VLLM_CACHE),
+        is_dense=True,
+        **_OF_VLLM,
+    ),
+    "vllm_cpu_dense_wide": System(
+        title="vLLM 0.32, dense model, 16 sequences and 1,024 tokens a step",
+        flags=(*_WIDE, *_VLLM_CACHE),
+        is_dense=True,
+        **_OF_VLLM,
     ),
 }
 
@@ -67,9 +95,10 @@ SYSTEMS = {
 def running(name: str, load: HeldOutLoad | None, vllm: str | None, log: Path) -> Iterator[Server]:
     """Start a system as a load wants it; None: as it is calibrated."""
     system, port = SYSTEMS[name], free_port()
-    if name == "vllm_cpu":
+    if system.is_vllm:
         assert vllm is not None, "give --vllm, the command of an environment with vllm-cpu"
-        command = [vllm, "serve", str(DEMO), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m"]
+        model = make_dense_model(log.parent / "dense") if system.is_dense else DEMO
+        command = [vllm, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m"]
         command += ["--dtype", "bfloat16", "--enforce-eager", "--enable-prefix-caching"]
         command += ["--enable-prompt-tokens-details", *system.flags]
         path = f"{Path(vllm).parent}:{os.environ['PATH']}"
@@ -92,6 +121,12 @@ def running(name: str, load: HeldOutLoad | None, vllm: str | None, log: Path) ->
 
 
 def go_first(thread: int = 0) -> None:
-    """Schedule a thread before other processes: what is timed should not wait for other jobs of the machine."""
+    """Schedule a thread before other processes, if MOESTRO_BENCH_FIRST is set.
+
+    On a machine with other jobs, what is timed then does not wait for them. On a quiet one it does harm: threads of
+    this priority take turns of 100 ms, so that a server's processes wait for each other and for the client.
+    """
+    if not os.environ.get("MOESTRO_BENCH_FIRST"):
+        return
     with contextlib.suppress(PermissionError, ProcessLookupError):
         os.sched_setscheduler(thread, os.SCHED_RR, os.sched_param(1))

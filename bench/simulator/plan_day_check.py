@@ -11,7 +11,8 @@
    same times.
 
 The mean rate of a load is a share of what one engine bears, by the same files, so that one, two and more engines are
-needed. A row whose client was late says so. With --work, parts that are there are kept.
+needed. Of vLLM, whose engines compute, one engine is enough for each load: the machine has no cores for more. A row
+whose client was late says so. With --work, parts that are there are kept.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -52,22 +53,30 @@ class PlannedLoad:
 
     Attributes:
         load: its requests; `share` is that of one engine's saturation.
+        share_of_one: the share where the machine has cores for one engine alone.
         most_steps: objective of the mean TTFT, in decode steps of one sequence.
     """
 
     load: HeldOutLoad
+    share_of_one: float
     most_steps: float
 
 
-LOADS = {
-    "mixed, 0.6": PlannedLoad(load=HeldOutLoad(differs_by="rate", share=0.6), most_steps=20),
-    "shared prompts, 1.3": PlannedLoad(
-        load=HeldOutLoad(differs_by="mix", share=1.3, prompts=(128, 256), num_groups=4), most_steps=30
-    ),
-    "long prompts, 2.2": PlannedLoad(
-        load=HeldOutLoad(differs_by="mix", share=2.2, prompts=(200, 500), answers=(4, 24)), most_steps=40
-    ),
-}
+MIXED = PlannedLoad(load=HeldOutLoad(differs_by="rate", share=0.6), share_of_one=0.5, most_steps=20)
+SHARED = PlannedLoad(
+    load=HeldOutLoad(differs_by="mix", share=1.3, prompts=(128, 256), num_groups=4), share_of_one=0.4, most_steps=30
+)
+LONG = PlannedLoad(
+    load=HeldOutLoad(differs_by="mix", share=2.2, prompts=(200, 500), answers=(4, 24)), share_of_one=0.5, most_steps=40
+)
+
+
+def planned_loads(system: str) -> dict[str, PlannedLoad]:
+    """The loads of a system by title."""
+    loads = {"mixed": MIXED, "shared prompts": SHARED, "long prompts": LONG}
+    if SYSTEMS[system].is_vllm:
+        loads = {name: replace(each, load=replace(each.load, share=each.share_of_one)) for name, each in loads.items()}
+    return {f"{name}, {each.load.share}": each for name, each in loads.items()}
 
 
 def write_day(path: Path, load: HeldOutLoad, rate: float) -> None:
@@ -92,11 +101,11 @@ def step_ms(work: Path) -> float:
 
 def make_plan(work: Path, system: str, title: str) -> dict:
     """Ask for the fewest engines; returns the plan."""
-    planned, out = LOADS[title], work / f"plan of {title}"
+    planned, out = planned_loads(system)[title], work / f"plan of {title}"
     if not (out / "plan.json").exists():
         rate = predicted_rate(work, title, planned.load)
         write_day(work / f"{title}.jsonl", planned.load, rate)
-        server = ["--for", "vllm", "--serve-model", str(DEMO)] if system == "vllm_cpu" else ["--for", "moestro"]
+        server = ["--for", "vllm", "--serve-model", str(DEMO)] if SYSTEMS[system].is_vllm else ["--for", "moestro"]
         run(
             "plan", str(work / "engine.toml"), *server, "--dataset-path", str(work / f"{title}.jsonl"),
             "--num-gpus", str(MOST_ENGINES), "--max-ttft", f"{planned.most_steps * step_ms(work):.0f}",
@@ -187,7 +196,11 @@ def main() -> None:
         work = args.work or Path(directory)
         work.mkdir(parents=True, exist_ok=True)
         calibrate(work, args.system, args.vllm, args.seconds)
-        rows = [check(work, args.system, title, number, args) for title in LOADS for number in range(args.runs)]
+        rows = [
+            check(work, args.system, title, number, args)
+            for title in planned_loads(args.system)
+            for number in range(args.runs)
+        ]
         description = (work / "engine.toml").read_text()
     save(args.json, conditions, {"system": SYSTEMS[args.system].title, "description": description, "rows": rows})
 
