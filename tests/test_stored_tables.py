@@ -653,6 +653,27 @@ def vllm_days() -> Rows:
     assert max(abs(row["errors"]["hit_ratio"]) for row in rows) < 0.001
 
 
+# shadow.md
+
+
+def shadow_before_vllm() -> Rows:
+    within = 0
+    for name, factor in (("shadow_vllm", 4 / 3), ("shadow_vllm_busy", 4 / 1.5)):
+        for row in stored(f"routing/{name}.json")["rows"]:
+            rate = {"documents": 2.6, "conversations": 2.6, "all different": 3.4}[row["load"]] * factor
+            hits, ttft, ratio = row["hit_ratio"], row["predicted"]["ttft_ms"], row["ttft_ratio"]
+            after = row["after"]["ttft_of_engines_ms"]
+            error = f"{100 * ratio['error']:+.1f}%"
+            yield (
+                f"| {row['load']}, {rate:.1f}/s | {row['before']['hit_ratio']:.1%} | {hits['predicted']:.1%},"
+                f" {hits['measured']:.1%} | {ttft['measured']:.0f} | {ttft['predicted']:.0f}, {after:.0f} |"
+                f" {100 * (ratio['predicted'] - 1):+.1f}%, {100 * (ratio['measured'] - 1):+.1f}% | {error} |"
+            )
+            assert not name.endswith("busy") or row["load"] == "all different" or ratio["error"] > 0.15
+            within += abs(ratio["error"]) <= 0.15
+    yield f"{within} of 9"
+
+
 TABLES: dict[str, tuple[Callable[[], Rows], ...]] = {
     "README.md": (gains_in_readme, demo_preemption, preemption_below),
     "docs/bench.md": (
@@ -665,6 +686,7 @@ TABLES: dict[str, tuple[Callable[[], Rows], ...]] = {
     "docs/route.md": (several_routers,),
     "docs/simulator.md": (simulator_speed, recorded_vllm, own_server),
     "docs/repro.md": (qllm_shares, gimbal_waits),
+    "docs/shadow.md": (shadow_before_vllm,),
     "docs/flow.md": (preemption_with_equal_places, preemption_below_saturation),
 }  # fmt: skip
 

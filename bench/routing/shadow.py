@@ -1,11 +1,13 @@
 """Predicts by a shadow what a switch of routers changes, switches, and measures it.
 
     python bench/routing/shadow.py --json bench/results/routing/shadow.json [--work DIR]
+    python bench/routing/shadow.py --vllm /path/to/venv/bin/vllm --dilation 1.5 --json ...
 
-Two paced servers stand behind nginx, which sends requests in turn, with `moestro route --shadow` beside it. Each load
-is sent once through nginx and, to fresh servers, once through `moestro route` with the shadow's policy. The change that
-`moestro sim --replay` predicts from the shadow's record is compared with the measured one. Prices are those of `moestro
-calibrate --server` on one of the servers. With --work, parts that are there are kept.
+Two servers, paced ones or those of vLLM on a core each, stand behind nginx, which sends requests in turn, with
+`moestro route --shadow` beside it. Each load is sent once through nginx and, to fresh servers, once through `moestro
+route` with the shadow's policy. The change that `moestro sim --replay` predicts from the shadow's record is compared
+with the measured one. Prices are those of `moestro calibrate --server` on one of the servers. With --work, parts that
+are there are kept.
 """
 
 from __future__ import annotations
@@ -36,9 +38,13 @@ from shared.server import MOESTRO, Server, free_port, moestro, started
 
 POLICY, HASHED = "moestro", 16
 FLAGS, DILATION = SYSTEMS["moestro_paced"].flags, 4.0
-READING = ("--tokenizer", str(DEMO), "--block-size", str(HASHED), "--metrics-interval", "0.5")
+READING = ("--tokenizer", str(DEMO), "--metrics-interval", "0.5")
+VLLM_FLAGS = (
+    *("--served-model-name", "m", "--dtype", "bfloat16", "--enforce-eager", "--enable-prefix-caching"),
+    *("--enable-prompt-tokens-details", "--max-num-seqs", "8", "--max-num-batched-tokens", "256"),
+    *("--max-model-len", "1024", "--num-gpu-blocks-override", "450", "--block-size", "32"),
+)
 PATIENCE = ("--hang-timeout", "60", "--probe-timeout", "30")  # A busy machine is not taken for a hung engine.
-TTFT = "moestro:time_to_first_token_seconds"
 NUM_TRIES, MOST_LATE_MS = 3, 500.0
 SETTLE_S = 1.5  # in which the shadow reads the last line and the last counts
 
@@ -94,33 +100,75 @@ def write_load(path: Path, load: SwitchLoad, seed: int, dilation: float) -> None
     path.write_text("".join(lines))
 
 
-@contextlib.contextmanager
-def paced(log: Path, dilation: float) -> Iterator[Server]:
-    """Run a server, before other processes where the user may do that."""
+@dataclass(frozen=True, kw_only=True)
+class Engines:
+    """The servers behind the routers, all alike.
+
+    Attributes:
+        title, kind: words and kind of evidence for the result.
+        flags: of a server.
+        block_size: tokens of a block in its prefix cache.
+        prefix: that of its metrics.
+        start: function of a server's number and its log.
+    """
+
+    title: str
+    kind: str
+    flags: tuple[str, ...]
+    block_size: int
+    prefix: str
+    start: Callable[[int, Path], contextlib.AbstractContextManager[Server]]
+
+    @contextlib.contextmanager
+    def one(self, number: int, log: Path) -> Iterator[Server]:
+        """Run a server, before other processes where the user may do that."""
+        with self.start(number, log) as server:
+            assert server.process is not None
+            parent = psutil.Process(server.process.pid)
+            for process in (parent, *parent.children(recursive=True)):
+                for thread in process.threads():
+                    go_first(thread.id)
+            yield server
+
+    @contextlib.contextmanager
+    def two(self, work: Path) -> Iterator[list[Server]]:
+        """Run two servers."""
+        with self.one(0, work / "engine-0.log") as first, self.one(1, work / "engine-1.log") as second:
+            yield [first, second]
+
+
+def paced(dilation: float) -> Engines:
+    """Servers with modelled durations, as many times longer."""
     flags = list(FLAGS)
     flags[flags.index("--pace-dilation") + 1] = f"{dilation:g}"
-    with moestro(free_port(), *flags, "--log-level", "warning", log=log, OMP_NUM_THREADS="1") as server:
-        assert server.process is not None
-        parent = psutil.Process(server.process.pid)
-        for process in (parent, *parent.children(recursive=True)):
-            for thread in process.threads():
-                go_first(thread.id)
-        yield server
+
+    def start(_: int, log: Path) -> contextlib.AbstractContextManager[Server]:
+        return moestro(free_port(), *flags, "--log-level", "warning", log=log, OMP_NUM_THREADS="1")
+
+    title = f"two moestro serve, paced H20, {dilation:g} times as slow"
+    return Engines(title=title, kind="paced", flags=FLAGS, block_size=HASHED, prefix="moestro", start=start)
 
 
-@contextlib.contextmanager
-def servers(work: Path, dilation: float) -> Iterator[list[Server]]:
-    """Run two servers."""
-    with paced(work / "engine-0.log", dilation) as first, paced(work / "engine-1.log", dilation) as second:
-        yield [first, second]
+def vllm(program: str) -> Engines:
+    """Servers of vLLM with the demo model, which compute on a core each."""
+
+    def start(number: int, log: Path) -> contextlib.AbstractContextManager[Server]:
+        port = free_port()
+        command = [program, "serve", str(DEMO), "--host", "127.0.0.1", "--port", str(port), *VLLM_FLAGS]
+        environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(number), "VLLM_CPU_KVCACHE_SPACE": "1"}
+        path = f"{Path(program).parent}:{os.environ['PATH']}"
+        return started(command, port, log, HF_HUB_OFFLINE="1", PATH=path, **environment)
+
+    title = "two servers of vLLM 0.32 on the CPU, demo model"
+    return Engines(title=title, kind="measured", flags=VLLM_FLAGS, block_size=32, prefix="vllm", start=start)
 
 
-def calibrate(work: Path, seconds: float, dilation: float) -> None:
+def calibrate(work: Path, engines: Engines, seconds: float) -> None:
     """Describe one of the servers in engine.json and engine.toml, unless they are there."""
     if (work / "engine.toml").exists():
         return
     bounds = ["--seconds", str(seconds), "--max-concurrency", "16", "--max-prompt-tokens", "900"]
-    with paced(work / "calibrate.log", dilation) as server:
+    with engines.one(0, work / "calibrate.log") as server:
         run("calibrate", "--server", server.url, *bounds, "--out", str(work / "engine.json"))
 
 
@@ -143,46 +191,62 @@ def nginx(work: Path, urls: list[str], shadow_port: int) -> Iterator[str]:
         yield server.url
 
 
-def router(work: Path, urls: list[str], *flags: str) -> contextlib.AbstractContextManager:
-    """Run `moestro route` before the servers, or beside them."""
-    port, engines = free_port(), [part for url in urls for part in ("--engine", url)]
-    command = [MOESTRO, "route", "--port", str(port), "--admin-port", "0", "--route-policy", POLICY, *engines]
-    command += [*READING, *PATIENCE, "--log-level", "warning", *flags]
-    return started(command, port, work / "router.log", OMP_NUM_THREADS="1")
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """One load that is sent before and after the switch.
 
+    Attributes:
+        work: folder of its files.
+        engines: the servers.
+        load, seed: the load, and the seed of its requests.
+        dilation: factor on the times between them.
+    """
 
-def send(url: str, engines: list[Server], work: Path, name: str, seed: int) -> dict:
-    """Send a load, and return its figures, as the client and as the engines saw them."""
-    out = work / f"{name}.bench.json"
-    trace = ["--dataset-name", "trace", "--dataset-path", str(work / "load.jsonl"), "--seed", str(seed)]
-    more = ["--vocab-size", str(VOCABULARY), "--temperature", "1", "--num-warmups", "0", "--json", str(out)]
-    run("bench", "--base-url", url, *trace, *more)
-    report = json.loads(out.read_text())["report"]
-    assert not report["failures"], report["failures"]
-    sums = [sum(sum(each.samples(f"{TTFT}_{end}")) for each in engines) for end in ("sum", "count")]
-    late_ms = report["send_lateness"]["max"]
-    return figures(report) | {"client_late_ms": late_ms, "ttft_of_engines_ms": sums[0] / sums[1] * 1e3}
+    work: Path
+    engines: Engines
+    load: SwitchLoad
+    seed: int
+    dilation: float
 
+    def in_use(self) -> dict:
+        """Send the load through nginx beside a new shadow."""
+        work = self.work
+        work.mkdir(parents=True, exist_ok=True)
+        write_load(work / "load.jsonl", self.load, self.seed, self.dilation)
+        for name in ("access.log", "shadow.jsonl"):
+            (work / name).unlink(missing_ok=True)
+        watch = ("--shadow", "--access-log", str(work / "access.log"), "--record", str(work / "shadow.jsonl"))
+        with self.engines.two(work) as servers:
+            urls = [each.url for each in servers]
+            with self._router(urls, *watch) as shadow, nginx(work, urls, int(shadow.url.rpartition(":")[2])) as url:
+                found = self._send(url, servers, "before")
+                time.sleep(SETTLE_S)
+        return found
 
-def in_use(work: Path, load: SwitchLoad, seed: int, dilation: float) -> dict:
-    """Send a load through nginx beside a new shadow."""
-    work.mkdir(parents=True, exist_ok=True)
-    write_load(work / "load.jsonl", load, seed, dilation)
-    for name in ("access.log", "shadow.jsonl"):
-        (work / name).unlink(missing_ok=True)
-    watch = ("--shadow", "--access-log", str(work / "access.log"), "--record", str(work / "shadow.jsonl"))
-    with servers(work, dilation) as engines:
-        urls = [each.url for each in engines]
-        with router(work, urls, *watch) as shadow, nginx(work, urls, int(shadow.url.rpartition(":")[2])) as url:
-            found = send(url, engines, work, "before", seed)
-            time.sleep(SETTLE_S)
-    return found
+    def switched(self) -> dict:
+        """Send the same load to new servers through the router whose shadow was there."""
+        with self.engines.two(self.work) as servers, self._router([each.url for each in servers]) as made:
+            return self._send(made.url, servers, "after")
 
+    def _router(self, urls: list[str], *flags: str) -> contextlib.AbstractContextManager[Server]:
+        """Run `moestro route` before the servers, or beside them."""
+        port, engines = free_port(), [part for url in urls for part in ("--engine", url)]
+        command = [MOESTRO, "route", "--port", str(port), "--admin-port", "0", "--route-policy", POLICY, *engines]
+        command += [*READING, "--block-size", str(self.engines.block_size), *PATIENCE, "--log-level", "warning", *flags]
+        return started(command, port, self.work / "router.log", OMP_NUM_THREADS="1")
 
-def switched(work: Path, seed: int, dilation: float) -> dict:
-    """Send the same load to new servers through the router whose shadow was there."""
-    with servers(work, dilation) as engines, router(work, [each.url for each in engines]) as made:
-        return send(made.url, engines, work, "after", seed)
+    def _send(self, url: str, servers: list[Server], name: str) -> dict:
+        """Send the load, and return its figures, as the client and as the servers saw them."""
+        out = self.work / f"{name}.bench.json"
+        trace = ["--dataset-name", "trace", "--dataset-path", str(self.work / "load.jsonl"), "--seed", str(self.seed)]
+        more = ["--vocab-size", str(VOCABULARY), "--temperature", "1", "--num-warmups", "0", "--json", str(out)]
+        run("bench", "--base-url", url, *trace, *more)
+        report = json.loads(out.read_text())["report"]
+        assert not report["failures"], report["failures"]
+        ttft = f"{self.engines.prefix}:time_to_first_token_seconds"
+        sums = [sum(sum(each.samples(f"{ttft}_{end}")) for each in servers) for end in ("sum", "count")]
+        late_ms = report["send_lateness"]["max"]
+        return figures(report) | {"client_late_ms": late_ms, "ttft_of_engines_ms": sums[0] / sums[1] * 1e3}
 
 
 def on_time(measure: Callable[[], dict]) -> dict:
@@ -194,18 +258,18 @@ def on_time(measure: Callable[[], dict]) -> dict:
     return found
 
 
-def before_and_after(work: Path, engine: Path, load: SwitchLoad, seed: int, dilation: float) -> dict:
+def before_and_after(switch: Switch, engine: Path) -> dict:
     """Predict, switch and measure one load."""
-    before = on_time(lambda: in_use(work, load, seed, dilation))
+    work, before = switch.work, on_time(switch.in_use)
     run("sim", "--replay", str(work / "shadow.jsonl"), "--engines", str(engine), "--json", str(work / "report.json"))
     report = json.loads((work / "report.json").read_text())
     (groups,) = report["changes"].values()
-    after = on_time(lambda: switched(work, seed, dilation))
+    after = on_time(switch.switched)
     # The time of the routers themselves is not predicted; on a busy machine it is not small.
     measured = after["ttft_of_engines_ms"] / before["ttft_of_engines_ms"]
     predicted = 1 + groups[0]["ttft_ms"]["change"]
     return {
-        "seed": seed,
+        "seed": switch.seed,
         "before": before,
         "after": after,
         "predicted": groups[0],
@@ -221,29 +285,35 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[101, 102])
     parser.add_argument("--work", type=Path, help="keep parts here, and go on from those that are there")
     parser.add_argument("--seconds", type=float, default=100.0, help="of the calibration")
-    parser.add_argument("--dilation", type=float, default=DILATION, help="factor on the modelled durations")
+    parser.add_argument(
+        "--dilation",
+        type=float,
+        default=DILATION,
+        help="factor on the times between requests, and on modelled durations",
+    )
+    parser.add_argument("--vllm", help="the command `vllm` of an environment with vllm-cpu, in place of paced servers")
     parser.add_argument("--note", default="", help="remark about the machine")
     args = parser.parse_args()
     assert shutil.which("nginx"), "nginx is not installed"
-    conditions = run_record("paced and simulated", note=args.note)
+    engines = vllm(args.vllm) if args.vllm else paced(args.dilation)
+    conditions = run_record(f"{engines.kind} and simulated", note=args.note)
     with tempfile.TemporaryDirectory() as directory:
         work = args.work or Path(directory)
         work.mkdir(parents=True, exist_ok=True)
         go_first()
-        calibrate(work, args.seconds, args.dilation)
+        calibrate(work, engines, args.seconds)
         rows = []
         for title in args.loads:
             for seed in args.seeds:
                 part = work / f"{title.replace(' ', '_')}-{seed}"
                 if not (part / "row.json").exists():
-                    row = before_and_after(part, work / "engine.toml", LOADS[title], seed, args.dilation)
-                    row = {"load": title, **row}
+                    switch = Switch(work=part, engines=engines, load=LOADS[title], seed=seed, dilation=args.dilation)
+                    row = {"load": title, **before_and_after(switch, work / "engine.toml")}
                     (part / "row.json").write_text(json.dumps(row))
                 rows.append(json.loads((part / "row.json").read_text()))
                 shown = {key: round(value, 3) for key, value in rows[-1]["ttft_ratio"].items()}
                 print(f"{title}, {seed}: TTFT {shown}, hits {rows[-1]['hit_ratio']}", flush=True)
-    system = f"two moestro serve, paced H20, {args.dilation:g} times as slow"
-    save(args.json, conditions, {"system": system, "flags": FLAGS, "policy": POLICY, "rows": rows})
+    save(args.json, conditions, {"system": engines.title, "flags": engines.flags, "policy": POLICY, "rows": rows})
 
 
 if __name__ == "__main__":
