@@ -172,7 +172,6 @@ def short_server(short_command, tmp_path_factory) -> Iterator[Running]:
 
 
 def exact_server(command: Sequence[str], directory: Path) -> Iterator[Running]:
-    # In bfloat16 rounding depends on the batch's shape: that a seed repeats an answer is promised in float32 alone.
     running = Running((*command, *EXACT), directory, admin_port=free_port())
     yield running
     processes = running.processes()

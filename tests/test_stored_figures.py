@@ -138,6 +138,20 @@ def before_vllm() -> str:
     return "; ".join(", ".join(f"{ratio:.2f}" for ratio in row) for row in rows)
 
 
+def predicted_vllm() -> str:
+    """Mean absolute errors of mean TTFT and mean TPOT of each setting."""
+    found = []
+    for name in ACCURACY:
+        rows = stored(f"{name}.json")["rows"]
+        errors = (
+            100 * statistics.fmean(abs(row["predicted"][figure] / row["measured"][figure] - 1) for row in rows)
+            for figure in ("ttft_mean_ms", "tpot_mean_ms")
+        )
+        found.append(", ".join(f"{error:.0f}" for error in errors))
+    return f"{'; '.join(found)} %"
+
+
+ACCURACY = ("accuracy/vllm_cpu", "accuracy/vllm_cpu_dense", "accuracy/vllm_cpu_wide")
 AMD = ("serving/engine_cpu_demo", "serving/engine_cpu_640m", "serving/engine_cpu_long")
 INTEL = ("serving/engine_avx512_demo", "serving/engine_avx512_640m")
 PREEMPTION = ("serving/preemption_640m_kernels",)
@@ -153,6 +167,7 @@ FIGURES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "whose requests poison engines": (poison, ("robustness/strangers",)),
     "LMetric's set-up": (near_best, ("repro/lmetric",)),
     "decided by 95 % intervals": (lambda: ", ".join(verdicts_of_pairs()), ("repro/lmetric",)),
+    "error of a predicted mean TTFT": (predicted_vllm, ACCURACY),
     "before two vLLM 0.32 servers": (before_vllm, ("routing/vllm_loads",)),
 }
 
