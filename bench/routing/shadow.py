@@ -121,7 +121,7 @@ class Engines:
 
     @contextlib.contextmanager
     def one(self, number: int, log: Path) -> Iterator[Server]:
-        """Run a server, before other processes where the user may do that."""
+        """Run a server."""
         with self.start(number, log) as server:
             assert server.process is not None
             parent = psutil.Process(server.process.pid)
@@ -146,7 +146,7 @@ def paced(dilation: float) -> Engines:
         return moestro(free_port(), *flags, "--log-level", "warning", log=log, OMP_NUM_THREADS="1")
 
     title = f"two moestro serve, paced H20, {dilation:g} times as slow"
-    return Engines(title=title, kind="paced", flags=FLAGS, block_size=HASHED, prefix="moestro", start=start)
+    return Engines(title=title, kind="paced", flags=tuple(flags), block_size=HASHED, prefix="moestro", start=start)
 
 
 def vllm(program: str) -> Engines:
@@ -283,7 +283,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--loads", nargs="*", choices=LOADS, default=list(LOADS), help="these alone")
     parser.add_argument("--seeds", type=int, nargs="*", default=[101, 102])
-    parser.add_argument("--work", type=Path, help="keep parts here, and go on from those that are there")
+    parser.add_argument("--work", type=Path, help="keep parts here, of one kind of servers and one dilation")
     parser.add_argument("--seconds", type=float, default=100.0, help="of the calibration")
     parser.add_argument(
         "--dilation",

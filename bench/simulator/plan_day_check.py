@@ -10,9 +10,9 @@
 3. The commands are started as they are printed, but for the ports, and `moestro bench` sends the same requests at the
    same times.
 
-The mean rate of a load is a share of what one engine bears, by the same files, so that one, two and more engines are
-needed. Of vLLM, whose engines compute, one engine is enough for each load: the machine has no cores for more. A row
-whose client was late says so. With --work, parts that are there are kept.
+The mean rate of a load is a share of what one engine bears, by the same files, so that one or two paced engines are
+needed. Engines of vLLM need a core each, so their loads are such that one is enough. A row whose client was late says
+so. With --work, parts that are there are kept.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from moestro.config.run_record import run_record
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from accuracy.loads import HeldOutLoad, write_trace
 from accuracy.run import VOCABULARY, calibrate, figures, predicted_rate, run
-from accuracy.systems import SYSTEMS
-from shared.models import DEMO
+from accuracy.systems import SYSTEMS, model_of
 from shared.results import make_parser, save
 from shared.server import MOESTRO, Server, free_port
 
@@ -105,7 +104,11 @@ def make_plan(work: Path, system: str, title: str) -> dict:
     if not (out / "plan.json").exists():
         rate = predicted_rate(work, title, planned.load)
         write_day(work / f"{title}.jsonl", planned.load, rate)
-        server = ["--for", "vllm", "--serve-model", str(DEMO)] if SYSTEMS[system].is_vllm else ["--for", "moestro"]
+        server = (
+            ["--for", "vllm", "--serve-model", str(model_of(system, work))]
+            if SYSTEMS[system].is_vllm
+            else ["--for", "moestro"]
+        )
         run(
             "plan", str(work / "engine.toml"), *server, "--dataset-path", str(work / f"{title}.jsonl"),
             "--num-gpus", str(MOST_ENGINES), "--max-ttft", f"{planned.most_steps * step_ms(work):.0f}",

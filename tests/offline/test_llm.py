@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from support.running import call, has_ended, ranks_of, wait_until
+from support.running import EXACT, call, has_ended, ranks_of, wait_until
 
 from moestro import LLM, SamplingParams
 from moestro.errors import ConfigError, EngineDiedError, RequestError
@@ -35,7 +35,8 @@ def heeds_interrupts() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(kernels="own", kv_cache_memory_bytes=100_000_000) as llm:
+    exact = {"kernels": "own"} if "own" in EXACT else {"dtype": "float32"}
+    with LLM(**exact, kv_cache_memory_bytes=100_000_000) as llm:
         processes = ranks_of(llm._server.process_id)
         yield llm
     assert psutil.wait_procs(processes, timeout=30)[1] == []

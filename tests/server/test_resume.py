@@ -188,12 +188,13 @@ def test_a_stream_that_ends_every_engine_at_one_token_ends_two_at_most(start):
     "flags",
     [
         ("--mode", "preemptive", "--max-num-batched-tokens", "128", "--max-num-seqs", "8", *EXACT),
+        ("--dtype", "float32"),
         ("--device", "paced:h20", "--paced-arithmetic", "none"),
         ("--device", "paced:h20", "--mode", "preemptive", "--num-gpu-blocks-override", "500", *EXACT),
     ],
-    ids=["preemptive", "paced", "paced demo, preemptive"],
+    ids=["preemptive", "float32", "paced", "paced demo, preemptive"],
 )
-def test_preemptive_and_paced_engines_resume_as_well(flags, real_command, tmp_path):
+def test_other_engines_resume_as_well(flags, real_command, tmp_path):
     length = {"max_tokens": 200 if "none" in flags else 90}  # of steps that take less time
     bodies = [
         stream("def f(x):", **length),

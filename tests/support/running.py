@@ -33,8 +33,8 @@ FAKE = (sys.executable, str(Path(__file__).with_name("fake_server.py")))
 # How long a test waits for another process. A test goes on at once when the event happens, so that a patience for the
 # busiest machine costs nothing. Planted faults make tests wait in vain, and are given less.
 PATIENCE_S = float(os.environ.get("MOESTRO_TEST_PATIENCE", "500"))
-# A server with these flags rounds alike in any batch, so that its answers can be compared to the byte. The own kernels
-# do so in the demo's own bfloat16, at a fifth of the time of torch's in float32.
+# Flags of servers whose answers are compared to the byte. The own kernels round alike in any batch, in the demo's own
+# bfloat16; without a compiler torch computes in float32, which does so but for near-ties, in five times the time.
 EXACT = ("--kernels", "own")
 try:
     find_compiler()
