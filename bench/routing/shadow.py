@@ -25,13 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from moestro.config.run_record import run_record
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from accuracy.run import VOCABULARY, figures, run
-from accuracy.systems import SYSTEMS, go_first
+from accuracy.systems import SYSTEMS, go_first, going_first, vllm_server
 from shared.models import DEMO, ROOT
 from shared.results import make_parser, save
 from shared.server import MOESTRO, Server, free_port, moestro, started
@@ -39,11 +38,6 @@ from shared.server import MOESTRO, Server, free_port, moestro, started
 POLICY, HASHED = "moestro", 16
 FLAGS, DILATION = SYSTEMS["moestro_paced"].flags, 4.0
 READING = ("--tokenizer", str(DEMO), "--metrics-interval", "0.5")
-VLLM_FLAGS = (
-    *("--served-model-name", "m", "--dtype", "bfloat16", "--enforce-eager", "--enable-prefix-caching"),
-    *("--enable-prompt-tokens-details", "--max-num-seqs", "8", "--max-num-batched-tokens", "256"),
-    *("--max-model-len", "1024", "--num-gpu-blocks-override", "450", "--block-size", "32"),
-)
 PATIENCE = ("--hang-timeout", "60", "--probe-timeout", "30")  # A busy machine is not taken for a hung engine.
 NUM_TRIES, MOST_LATE_MS = 3, 500.0
 SETTLE_S = 1.5  # in which the shadow reads the last line and the last counts
@@ -119,16 +113,9 @@ class Engines:
     prefix: str
     start: Callable[[int, Path], contextlib.AbstractContextManager[Server]]
 
-    @contextlib.contextmanager
-    def one(self, number: int, log: Path) -> Iterator[Server]:
+    def one(self, number: int, log: Path) -> contextlib.AbstractContextManager[Server]:
         """Run a server."""
-        with self.start(number, log) as server:
-            assert server.process is not None
-            parent = psutil.Process(server.process.pid)
-            for process in (parent, *parent.children(recursive=True)):
-                for thread in process.threads():
-                    go_first(thread.id)
-            yield server
+        return going_first(self.start(number, log))
 
     @contextlib.contextmanager
     def two(self, work: Path) -> Iterator[list[Server]]:
@@ -152,15 +139,13 @@ def paced(dilation: float) -> Engines:
 def vllm(program: str) -> Engines:
     """Servers of vLLM with the demo model, which compute on a core each."""
 
+    flags = SYSTEMS["vllm_cpu"].flags
+
     def start(number: int, log: Path) -> contextlib.AbstractContextManager[Server]:
-        port = free_port()
-        command = [program, "serve", str(DEMO), "--host", "127.0.0.1", "--port", str(port), *VLLM_FLAGS]
-        environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(number), "VLLM_CPU_KVCACHE_SPACE": "1"}
-        path = f"{Path(program).parent}:{os.environ['PATH']}"
-        return started(command, port, log, HF_HUB_OFFLINE="1", PATH=path, **environment)
+        return vllm_server(program, DEMO, flags, log, VLLM_CPU_OMP_THREADS_BIND=str(number))
 
     title = "two servers of vLLM 0.32 on the CPU, demo model"
-    return Engines(title=title, kind="measured", flags=VLLM_FLAGS, block_size=32, prefix="vllm", start=start)
+    return Engines(title=title, kind="measured", flags=flags, block_size=32, prefix="vllm", start=start)
 
 
 def calibrate(work: Path, engines: Engines, seconds: float) -> None:

@@ -319,8 +319,8 @@ class _Incoming:
 class SocketExchange:
     """Exchanges bytes of host memory between the workers of a group, over a Unix socket for each pair.
 
-    gloo passes each message through threads of its own: messages of up to 64 KiB take 3 to 9 times as long there
-    (`bench/micro/group_exchange.py`). Linux names the user at the other end of each socket, and other users are
+    gloo takes 3 to 9 times as long for messages of up to 64 KiB (`bench/micro/group_exchange.py`), since it passes
+    each one through its own threads. Linux names the user at the other end of each socket, and other users are
     refused. Each part has the number of its exchange and its length in front, so that workers that have lost step are
     noticed. After an error all sockets are closed, so that no other worker waits for this one.
 
