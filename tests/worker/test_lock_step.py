@@ -19,8 +19,12 @@ from moestro.wire.messages import Abort, Add
 
 
 def run_history(seed: int, num_ranks: int, device_delay: int = 0, num_requests: int = 24) -> RankThreads:
-    """Requests and aborts at random times on random ranks, until all is quiet. Judges the tokens."""
+    """Requests and aborts at random times on random ranks, until all is quiet. Judges the tokens.
+
+    The ranks sleep at least once in between, after half of the requests.
+    """
     rng = random.Random(seed)
+    middle = num_requests // 2
     group = RankThreads(num_ranks, lambda *_: rng.choice([0.0, 0.0005, 0.004]), device_delay)
     fields, aborted = {}, set()
     for number in range(num_requests):
@@ -34,7 +38,7 @@ def run_history(seed: int, num_ranks: int, device_delay: int = 0, num_requests: 
             group.channels[rank].inbox.put(Abort((request.request_id,)))
         if rng.random() < 0.5:
             time.sleep(rng.choice([0.0003, 0.002, 0.008]))
-        if rng.random() < 0.1:
+        if rng.random() < 0.1 or number + 1 == middle:
             group.wait_until_asleep()
     group.wait_until_asleep()
     reported = {name: [] for name in fields}
