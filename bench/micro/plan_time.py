@@ -22,7 +22,7 @@ from rich.table import Table
 
 from moestro.config.run_record import run_record
 from moestro.placement.contract import PLACE_POLICIES
-from moestro.placement.kernel.choice import kernel_search, without_kernel
+from moestro.placement.kernel.choice import placement_kernel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "simulator"))
@@ -53,7 +53,7 @@ def without(plan: Callable[[], object]) -> Callable[[], object]:
     """Let NumPy's code plan."""
 
     def by_numpy() -> object:
-        with without_kernel():
+        with placement_kernel.left_out():
             return plan()
 
     return by_numpy
@@ -110,8 +110,8 @@ def main() -> None:
     found = [] if args.vllm is None else [each.name for each in args.vllm.glob("vllm-*.dist-info")]
     note = f"processor time, one thread; vLLM's function plans over all devices ({', '.join(found)})"
     conditions = run_record("measured", note)
-    if kernel_search().wait() is None:
-        sys.exit(f"the kernel is absent: {kernel_search().failure}")
+    if placement_kernel.search().wait() is None:
+        sys.exit(f"the kernel is absent: {placement_kernel.search().failure}")
     peer = None if args.vllm is None else vllm_policy(args.vllm)
     cases = [(bed, False) for bed in BEDS] + [(bed, True) for bed in WHERE_SOURCES_DIFFER]
     rows = [row for bed, differ in cases for row in run(bed, args.seeds, args.repeats, peer, differ=differ)]

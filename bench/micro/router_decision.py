@@ -37,7 +37,7 @@ from moestro.config.run_record import run_record
 from moestro.core.hashing import HASH_BYTES, split_hashes
 from moestro.core.request import Request, SamplingParams
 from moestro.routing import prefix_index
-from moestro.routing.kernel.passes import wait_for_kernel, without_kernel
+from moestro.routing.kernel.passes import route_kernel
 from moestro.routing.registry import policy_from
 from moestro.routing.router import Router
 from moestro.routing.settings import EngineSpec, RouterSettings
@@ -191,7 +191,7 @@ def rows_of(num_engines: int) -> list[dict[str, object]]:
         for case in cases:
             policy, events, compiled = case
             traffic = Traffic(policy, num_engines, repeat, events=events)
-            with contextlib.nullcontext() if compiled else without_kernel():
+            with contextlib.nullcontext() if compiled else route_kernel.left_out():
                 traffic.run(max(NUM_WARM, min(5 * num_engines, 9000)))
                 times[case].append(traffic.run(NUM_TIMED))
             index_bytes[case] = traffic.router.index_bytes
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="compare the two forms of the look-up")
     parser.add_argument("--engines", type=int, nargs="*", default=[16, 256, 4096])
     args = parser.parse_args()
-    if not wait_for_kernel(300):
+    if route_kernel.search().wait(300) is None:
         raise SystemExit("the routing kernel is not there: a C++ compiler is needed")
     conditions = run_record("measured")
     rows = [row for num_engines in args.engines for row in rows_of(num_engines)]

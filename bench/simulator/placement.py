@@ -38,7 +38,7 @@ from moestro.core.experts.expert_table import EMPTY, ExpertTable
 from moestro.errors import MoestroError
 from moestro.placement.contract import PLACE_POLICIES, PlaceView
 from moestro.placement.eplb import rebalance_experts
-from moestro.placement.kernel.choice import kernel_search, without_kernel
+from moestro.placement.kernel.choice import placement_kernel
 from moestro.placement.score import score
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -252,9 +252,9 @@ class Results:
             found = self._try(trial, text, scene, repeats)
             if found is not None and trial.part == "drift":
                 self._sweep(trial, text, scene, found["moved"])
-            is_searched = text.split(":")[0] == "moestro" and kernel_search().library is not None
+            is_searched = text.split(":")[0] == "moestro" and placement_kernel.search().library is not None
             if found is not None and is_searched and trial.part in BESIDE_NUMPY:
-                with without_kernel():
+                with placement_kernel.left_out():
                     self._try(trial, text, scene, repeats, f"{text}, NumPy")
 
     def _sweep(self, trial: Trial, text: str, scene: Scene, moved: float) -> None:
@@ -383,8 +383,9 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 190)
     policies = args.policies or default_policies()
     conditions = run_record("measured", "balance and rows are computed, times are measured")
-    has_kernel = kernel_search().wait() is not None  # before the first plan, so that all are made by the same code
-    search = "compiled kernel" if has_kernel else f"NumPy: {kernel_search().failure}"
+    kernel_search = placement_kernel.search()
+    has_kernel = kernel_search.wait() is not None  # before the first plan, so that all are made by the same code
+    search = "compiled kernel" if has_kernel else f"NumPy: {kernel_search.failure}"
     console.print(f"Search: {search}")
     results = Results(QUICK_SLOW_S if args.quick else SLOW_S)
     figures: dict[str, object] = {"seeds": args.seeds, "start": args.start, "rows": args.rows, "search": search}

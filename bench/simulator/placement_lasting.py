@@ -30,7 +30,7 @@ from moestro.config.run_record import run_record
 from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.placement.contract import PLACE_POLICIES, PlaceLimits, PlacePolicy, PlaceView
-from moestro.placement.kernel.choice import kernel_search
+from moestro.placement.kernel.choice import placement_kernel
 from moestro.placement.payback import LastingPlans, mean_load
 from moestro.placement.score import move_s, moves_between, score
 from moestro.workload.experts.expert_profile import RoutingTrace
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0, help="constants were chosen on seeds from 100 on")
     args = parser.parse_args()
-    kernel_search().wait()
+    placement_kernel.search().wait()
     conditions, trace = (
         run_record("simulated", "seconds are those of the traffic model"),
         loads.read_trace(args.routing),

@@ -169,7 +169,7 @@ def test_place_compiles_the_placement_kernel_without_an_extra(tmp_path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     done = light("place", PROFILE, "--devices", 8, "--slots-per-device", 5)
     assert done.returncode == 0, done.stderr
-    code = f"{ABSENCE}; from moestro.placement.kernel.choice import search_kernel; print(search_kernel())"
+    code = f"{ABSENCE}; from moestro.placement.kernel.choice import placement_kernel; print(placement_kernel.look())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert "SearchKernel" in done.stdout, done.stderr
 

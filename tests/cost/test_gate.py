@@ -15,8 +15,6 @@ from moestro.cost.gate import (
     PopularityGate,
     RecordedGate,
     gate_kernel,
-    gate_search,
-    without_kernel,
 )
 from moestro.cost.model import AMOE_RATE, PopularityForm, exponential_popularity, zipf_popularity
 
@@ -51,9 +49,9 @@ def test_counts_are_those_of_the_choices(num_experts, num_chosen, hot_ids):
 
 @pytest.fixture(scope="module")
 def kernel():
-    if gate_search().wait() is None:
-        pytest.skip(f"no gate kernel: {gate_search().failure}")
-    return gate_kernel()
+    if gate_kernel.search().wait() is None:
+        pytest.skip(f"no gate kernel: {gate_kernel.search().failure}")
+    return gate_kernel.look()
 
 
 @given(
@@ -75,8 +73,8 @@ def test_compiled_draws_are_those_of_numpy(kernel, sizes, num_tokens, skew, data
     first = data.draw(st.integers(0, num_layers - 1))
     layers = range(first, num_layers)
     found = gate.choose_layers(keys[::2], layers), gate.count(keys, layers)
-    with without_kernel():
-        assert gate_kernel() is None
+    with gate_kernel.left_out():
+        assert gate_kernel.look() is None
         expected = gate.choose_layers(keys[::2], layers), gate.count(keys, layers)
     for each, other in zip(found, expected, strict=True):
         assert each.dtype == other.dtype
@@ -89,7 +87,7 @@ def test_popularities_that_do_not_sum_to_1_are_refused(popularity):
         PopularityGate(popularity, 1)
 
 
-@pytest.mark.parametrize("context", [nullcontext, without_kernel])
+@pytest.mark.parametrize("context", [nullcontext, gate_kernel.left_out])
 def test_layers_and_domains_that_the_gate_lacks_are_refused(kernel, context):
     gate = PopularityGate(np.full((2, 3, 4), 0.25), 2)
     for keys, layers in ((tokens(2), range(2, 4)), (tokens(2), range(-1, 1)), (tokens(2, domain=2), range(1))):

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from moestro.native.compiler import (
     is_whole,
     library_name,
 )
-from moestro.native.library_search import LibrarySearch, cache_folder
+from moestro.native.library_search import LibrarySearch, OptionalKernel, cache_folder
 
 ROOT = Path(__file__).parents[2]
 NO_FOLDER = Path("/nonexistent")
@@ -117,6 +118,40 @@ def test_a_compiler_of_cxx_that_is_absent_is_named(given, source, tmp_path, monk
 def test_the_compiler_of_cxx_may_have_arguments(source, compiled, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", f"env NAME=value {find_compiler()[0]} -DANSWER=1")
     assert search(source, cache=tmp_path / "cache").library() == 42
+
+
+@pytest.fixture
+def optional(source, compiled, no_compiler, monkeypatch) -> OptionalKernel[Answer]:
+    """A library with a plain twin, in the user's cache."""
+    compiled.rename(compiled.parent / "kernels")
+    monkeypatch.setattr("moestro.native.library_search.cache_folder", lambda: compiled.parent / "kernels")
+    return OptionalKernel(source, Answer, is_wanted=False)
+
+
+def test_an_optional_kernel_is_searched_for_once_it_is_wanted(optional):
+    assert optional.look() is None
+    assert optional.wait() is None
+    optional.want()
+    assert optional.look()() == 42
+    assert optional.search() is optional.search()
+    assert optional.wait()() == 42
+
+
+def test_an_optional_kernel_is_left_out_in_its_block_and_thread_alone(optional):
+    optional.want()
+    with ThreadPoolExecutor(1) as pool, optional.left_out():
+        assert optional.look() is None
+        assert pool.submit(optional.look).result()() == 42
+    assert optional.look()() == 42
+
+
+def test_a_forked_process_searches_anew(optional):
+    before = optional.search()
+    if (child := os.fork()) == 0:
+        is_new = optional.search() is not before and optional.look()() == 42
+        os._exit(0 if is_new else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert optional.search() is before
 
 
 def old_compiler(folder: Path) -> Path:

@@ -12,7 +12,7 @@ from moestro.core.rng import Draws
 from moestro.core.views import EngineTable
 from moestro.native.compiler import ROUTE_KERNEL, CompilerError, find_compiler
 from moestro.routing import prefix_index
-from moestro.routing.kernel.passes import route_kernel, wait_for_kernel, without_kernel
+from moestro.routing.kernel.passes import route_kernel
 from moestro.routing.policies.lmetric import LMetric, _count_holders, _is_lower_on, lmetric_score
 from moestro.routing.policies.moestro import Moestro
 from moestro.routing.policy_contract import Ended, Routed
@@ -27,8 +27,8 @@ def kernel():
         find_compiler()
     except CompilerError as error:
         pytest.skip(str(error))
-    assert wait_for_kernel(120), "a compiler is there"
-    return route_kernel()
+    assert route_kernel.search().wait(120), "a compiler is there"
+    return route_kernel.look()
 
 
 def drawn(rng: random.Random, num: int) -> EngineTable:
@@ -52,11 +52,11 @@ def test_scores_and_choices_are_those_of_numpy_to_the_bit(num):
             policy.observe(Routed(wanted, rng.randrange(num), 0, {}, 0))
         for score in (policy.scores, lmetric_score):
             found = score(seen)
-            with without_kernel():
+            with route_kernel.left_out():
                 assert found.tobytes() == score(seen).tobytes()
         for scores in (found, np.array([rng.choice([0.0, 1.0, np.nan, np.inf, -np.inf]) for _ in range(num)])):
             chosen = choose(seen, scores, Draws(1, 2), "")
-            with without_kernel():
+            with route_kernel.left_out():
                 assert chosen.engine == choose(seen, scores, Draws(1, 2), "").engine
 
 
@@ -68,7 +68,7 @@ def test_holders_of_a_prefix_are_counted_and_compared_as_by_numpy(num):
         seen = view(drawn(rng, num), hits)
         holders, scores = seen.engines.routable & (seen.hit_tokens >= least), np.array([rng.random() for _ in hits])
         found = _count_holders(seen, least), _is_lower_on(holders, scores, seen, least)
-        with without_kernel():
+        with route_kernel.left_out():
             assert found == (_count_holders(seen, least), _is_lower_on(holders, scores, seen, least))
 
 
@@ -80,7 +80,7 @@ def test_sets_of_engines_are_filled_in_as_by_numpy(num):
         second = rng.getrandbits(num) & ~first
         steps = [(0, everyone ^ first ^ second), (5, first), (rng.randrange(9), second)]
         found = prefix_index._filled(num, steps, 16)
-        with without_kernel():
+        with route_kernel.left_out():
             assert found.tobytes() == prefix_index._filled(num, steps, 16).tobytes()
 
 
@@ -92,8 +92,8 @@ def test_a_table_of_another_type_is_left_to_numpy():
 
 def test_a_router_takes_decisions_by_the_kernel(monkeypatch):
     two, calls = router(2, LMetric()), []
-    products = type(route_kernel()).products
-    monkeypatch.setattr(type(route_kernel()), "products", lambda *a: calls.append(1) or products(*a))
+    products = type(route_kernel.look()).products
+    monkeypatch.setattr(type(route_kernel.look()), "products", lambda *a: calls.append(1) or products(*a))
     two.submit(request("a", prompt=range(40)), 0)
     assert calls
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import lru_cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -17,8 +13,8 @@ from numpy.typing import NDArray
 from moestro.core.rng import mix64
 from moestro.core.views import true_rows
 from moestro.core.work import DOMAIN_SHIFT, Int32s, Keys, Slots, domains_of, positions_of, requests_of
-from moestro.native.compiler import GATE_KERNEL, PLAIN
-from moestro.native.library_search import INT, POINTER, LibrarySearch, load_functions
+from moestro.native.compiler import GATE_KERNEL
+from moestro.native.library_search import INT, POINTER, OptionalKernel, load_functions
 
 Floats = NDArray[np.float64]
 Int64s = NDArray[np.int64]
@@ -72,32 +68,7 @@ class GateKernel:
         self.choose, self.count = functions["choose"], functions["count"]
 
 
-@lru_cache(maxsize=1)
-def _search_in(_process: int) -> LibrarySearch[GateKernel]:
-    return LibrarySearch(GATE_KERNEL, PLAIN, GateKernel)
-
-
-_is_left_out = ContextVar("is_left_out", default=False)
-
-
-def gate_search() -> LibrarySearch[GateKernel]:
-    """Return the search for the kernel of this process, which begins with the first call."""
-    return _search_in(os.getpid())
-
-
-def gate_kernel() -> GateKernel | None:
-    """Return the compiled draws. None means that NumPy makes them: they are absent, or are still being compiled."""
-    return None if _is_left_out.get() else gate_search().look()
-
-
-@contextmanager
-def without_kernel() -> Iterator[None]:
-    """Let NumPy draw in the block, in this thread."""
-    token = _is_left_out.set(True)
-    try:
-        yield
-    finally:
-        _is_left_out.reset(token)
+gate_kernel = OptionalKernel(GATE_KERNEL, GateKernel)
 
 
 class PopularityGate:
@@ -151,7 +122,7 @@ class PopularityGate:
     def choose_layers(self, tokens: Keys, layers: range) -> Int32s:
         """int32[tokens, len(layers), num_chosen], `choose` of each of consecutive layers."""
         self._check(tokens, layers)
-        if (kernel := gate_kernel()) is not None:
+        if (kernel := gate_kernel.look()) is not None:
             found = np.empty((len(tokens), len(layers), self.num_chosen), np.int32)
             kernel.choose(*self._arguments(tokens, layers), found.ctypes.data)
             return found
@@ -175,7 +146,7 @@ class PopularityGate:
         self._check(tokens, layers)
         num_experts = self._num_experts
         counts = np.zeros((len(layers), num_experts), np.int64)
-        if (kernel := gate_kernel()) is not None:
+        if (kernel := gate_kernel.look()) is not None:
             kernel.count(*self._arguments(tokens, layers), counts.ctypes.data)
             return counts
         at_once = max(_MOST_DRAWS // max(len(tokens) * self.num_chosen, 1), 1)

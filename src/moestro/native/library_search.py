@@ -9,10 +9,12 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from moestro.native.compiler import (
+    PLAIN,
     CompilerError,
     InstructionSet,
     LibrarySource,
@@ -180,6 +182,58 @@ class LibrarySearch(Generic[T]):
             return None
         self.instruction_set = chosen.name
         return library
+
+
+class OptionalKernel(Generic[T]):
+    """A compiled library with a plain twin, which computes the same in Python. Each process searches for it once.
+
+    Args:
+        source: The library, which needs no particular instruction set.
+        load: Loads a compiled file; raises OSError where it was built for another system.
+        is_wanted: Whether the first look begins the search, or only one after `want`.
+    """
+
+    def __init__(self, source: LibrarySource, load: Callable[[Path], T], *, is_wanted: bool = True) -> None:
+        self._source, self._load, self._is_wanted = source, load, is_wanted
+        self._library: T | None = None
+        self._search: LibrarySearch[T] | None = None
+        self._is_left_out = ContextVar("is_left_out", default=False)
+        os.register_at_fork(after_in_child=self._forget_search)
+
+    def want(self) -> None:
+        """Let the next look begin the search. A process that only checks settings, and may fork, does not want it."""
+        self._is_wanted = True
+
+    def search(self) -> LibrarySearch[T]:
+        """Return the search of this process, which begins with the first call."""
+        self._is_wanted = True
+        if self._search is None:
+            self._search = LibrarySearch(self._source, PLAIN, self._load)
+        return self._search
+
+    def look(self) -> T | None:
+        """Return the library. None means that Python computes: it is absent, left out, or still being compiled."""
+        if self._is_left_out.get():
+            return None
+        if self._library is None and self._is_wanted:
+            self._library = self.search().look()
+        return self._library
+
+    def wait(self, timeout_s: float | None = None) -> T | None:
+        """Wait for the end of a search that has begun, and return what it has found."""
+        return None if self._search is None else self._search.wait(timeout_s)
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Let Python compute in the block, in this thread."""
+        token = self._is_left_out.set(True)
+        try:
+            yield
+        finally:
+            self._is_left_out.reset(token)
+
+    def _forget_search(self) -> None:
+        self._search = None  # Its thread is not in a forked process.
 
 
 @contextmanager

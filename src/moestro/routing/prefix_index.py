@@ -212,7 +212,7 @@ class PrefixIndex:
         steps = [] if exact == (1 << num_engines) - 1 else _steps(self._history, hashes, ~exact)
         if not exact and not self._reported:
             found = np.zeros(num_engines)
-            if num_engines > SHORT and (kernel := route_kernel()) is not None:
+            if num_engines > SHORT and (kernel := route_kernel.look()) is not None:
                 kernel.fill(found, steps, block_tokens)
                 return found
             for depth, holders in steps:  # ascending, so that deeper matches overwrite shallower ones
@@ -673,7 +673,7 @@ def _alike(values: Sequence[_Kind]) -> Iterator[tuple[int, int]]:
 
 def _filled(num_engines: int, found: Steps, block_tokens: int) -> Tokens:
     """Return the tokens of each engine, which is in one of the sets of `found`, float64[num_engines]."""
-    if num_engines > SHORT and (kernel := route_kernel()) is not None:
+    if num_engines > SHORT and (kernel := route_kernel.look()) is not None:
         tokens = np.empty(num_engines)
         kernel.fill(tokens, found, block_tokens)
         return tokens

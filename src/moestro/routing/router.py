@@ -21,7 +21,7 @@ from moestro.core.views import ALONE, DEFAULT_COPY_PRICE, UNKNOWN_KV_TOKENS, Eng
 from moestro.errors import InvariantError, NoEngineError, QueueFullError
 from moestro.routing.columns import EngineColumns, EngineSpeeds, ServedAnswer
 from moestro.routing.in_flight import Flight, InFlight, PeerFlight, PeerFlights, PeerRequest
-from moestro.routing.kernel.passes import want_kernel
+from moestro.routing.kernel.passes import route_kernel
 from moestro.routing.policy_contract import (
     Choice,
     Ended,
@@ -198,7 +198,7 @@ class Router:
     """
 
     def __init__(self, policy: RoutePolicy, settings: RouterSettings = DEFAULT_SETTINGS) -> None:
-        want_kernel()
+        route_kernel.want()
         self._policy = policy
         self._observes = not is_stateless(policy)
         self._settings = settings

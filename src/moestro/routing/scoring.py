@@ -122,7 +122,7 @@ def choose(
             mask = left
         else:
             words += "; the filter leaves no engine, so all are candidates"
-    kernel = route_kernel()
+    kernel = route_kernel.look()
     engine = -1 if kernel is None else kernel.lowest(view.engines, scores, mask)
     if engine < 0:
         engine = lowest(scores, mask, draws)

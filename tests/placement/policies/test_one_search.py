@@ -15,7 +15,7 @@ from support.plain_placement import plain_descent
 from support.plain_placement.flashlb import flashlb
 
 from moestro.placement.contract import PLACE_POLICIES, PlaceLimits, PlaceView, even_devices
-from moestro.placement.kernel.choice import kernel_search
+from moestro.placement.kernel.choice import placement_kernel
 
 EPLB = ("eplb", "eplb:hierarchy=never")
 # Each peer's placement is a start or a candidate where problems are as small as these.
@@ -26,7 +26,7 @@ DESCENT_BOUND = 1.015
 
 @pytest.fixture(scope="module", autouse=True)
 def kernel():
-    kernel_search().wait()
+    placement_kernel.search().wait()
 
 
 def view_of(

@@ -32,7 +32,7 @@ from moestro.core.experts.expert_load import ExpertLoad
 from moestro.core.experts.expert_table import ExpertTable
 from moestro.errors import ConfigError, MoestroError
 from moestro.placement.contract import PLACE_POLICIES, PlacementError, PlaceView, check_answer
-from moestro.placement.kernel.choice import end_search
+from moestro.placement.kernel.choice import placement_kernel
 from moestro.placement.payback import STAY, Payback, cheapest_rows, live_table, payback, peer_tables
 from moestro.placement.placement_file import VERSION, PlacementFile, figures
 from moestro.placement.score import PlaceScore, share_moved
@@ -483,7 +483,7 @@ def run_place(settings: PlaceSettings, console: Console) -> None:
             others = ask_all(question.view, advance, fills_slots=fills_slots, mixes_sources=mixes_sources)
         print_comparison(console, {answer.policy: answer} | others, question.view.limits.horizon_steps)
     _write(console, question, answer)
-    end_search(COMPILED_WITHIN_S)
+    placement_kernel.wait(COMPILED_WITHIN_S)  # Otherwise each further process would begin to compile it.
 
 
 def _compare_offline(console: Console, question: PlaceQuestion, model: str) -> None:

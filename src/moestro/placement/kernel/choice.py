@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import cache
 from pathlib import Path
 from typing import Self
 
@@ -14,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import EMPTY
-from moestro.native.compiler import PLACEMENT_KERNEL, PLAIN
-from moestro.native.library_search import DOUBLE, INT, POINTER, LibrarySearch, load_functions
+from moestro.native.compiler import PLACEMENT_KERNEL
+from moestro.native.library_search import DOUBLE, INT, POINTER, OptionalKernel, load_functions
 from moestro.placement.contract import Floats
 from moestro.placement.search.problem import Experts, Packing, PlaceProblem, QueuedCopies, StepPrices
 
@@ -246,31 +242,4 @@ def _packing_struct(packing: Packing) -> _Packing:
     return _Packing.of(expert=packing.expert, share=packing.share, work=packing.work, held=packing.held)
 
 
-_is_left_out = ContextVar("is_left_out", default=False)
-
-
-@cache
-def kernel_search() -> LibrarySearch[SearchKernel]:
-    """Return the search for the kernel of this process, which begins with the first call."""
-    return LibrarySearch(PLACEMENT_KERNEL, PLAIN, SearchKernel)
-
-
-def search_kernel() -> SearchKernel | None:
-    """Return the compiled kernel. None means that NumPy computes: it is absent, or is still being compiled."""
-    return None if _is_left_out.get() else kernel_search().look()
-
-
-def end_search(timeout_s: float) -> None:
-    """Wait for a compilation that has begun, so that the next process finds the kernel; else each would begin one."""
-    if kernel_search.cache_info().currsize:
-        kernel_search().wait(timeout_s)
-
-
-@contextmanager
-def without_kernel() -> Iterator[None]:
-    """Let NumPy compute in the block, in this thread."""
-    token = _is_left_out.set(True)
-    try:
-        yield
-    finally:
-        _is_left_out.reset(token)
+placement_kernel = OptionalKernel(PLACEMENT_KERNEL, SearchKernel)

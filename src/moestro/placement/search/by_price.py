@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from moestro.core.experts.expert_table import EMPTY
 from moestro.placement.contract import Floats, PlaceView, devices_last
 from moestro.placement.eplb import rebalance_experts
-from moestro.placement.kernel.choice import search_kernel
+from moestro.placement.kernel.choice import placement_kernel
 from moestro.placement.score import idle_parts
 from moestro.placement.search.packing import pack
 from moestro.placement.search.problem import (
@@ -81,7 +81,7 @@ def lower_prices(prices: StepPrices, starts: Experts, num_best: int) -> Experts:
     Returns:
         int64[layers, devices, slots], the cheapest placement of each layer that was found.
     """
-    kernel = search_kernel()
+    kernel = placement_kernel.look()
     if kernel is not None:
         return kernel.lower_prices(prices, starts, (num_best, MOST_STEPS, LEAST_GAIN))
     found: Experts = np.empty_like(starts[0])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import EMPTY
 from moestro.placement.contract import Floats
-from moestro.placement.kernel.choice import search_kernel
+from moestro.placement.kernel.choice import placement_kernel
 from moestro.placement.search.problem import TINY, Allowance, Experts, Packing, PlaceProblem, QueuedCopies
 from moestro.placement.search.replicas import copy_work
 
@@ -52,7 +52,7 @@ def pack(
     far_above = (work * counts).sum(axis=1, keepdims=True) * (1 / problem.speed).max() + 1.0
     load = _first_loads(room, far_above * (not are_plain))
     copies = QueuedCopies(items, item_work, stay_s, far_s, joins < 0, far_above * (joins != 0), load)
-    kernel = search_kernel()
+    kernel = placement_kernel.look()
     if kernel is not None:
         return kernel.pack(problem, room, copies)
     return _place(problem, room, copies, is_again)
@@ -180,7 +180,7 @@ def balance(problem: PlaceProblem, packing: Packing, goal: Goal, num_rounds: int
     Args:
         num_rounds: Rounds at most; in each one every heavy device makes one exchange at most.
     """
-    kernel = None if allowance.is_limited else search_kernel()
+    kernel = None if allowance.is_limited else placement_kernel.look()
     if kernel is not None:
         kernel.level(
             problem, packing, (goal.largest, goal.each), num_rounds=num_rounds, num_parts=1, **balance_numbers()
@@ -220,7 +220,7 @@ def bring_near(problem: PlaceProblem, packing: Packing, cap: Floats, num_turns: 
         cap: float64[batches], load that no device may exceed for it.
         num_turns: Rotations at most; as many as there are devices pair each one with every other one.
     """
-    kernel = None if allowance.is_limited else search_kernel()
+    kernel = None if allowance.is_limited else placement_kernel.look()
     if kernel is not None:
         kernel.bring_near(problem, packing, cap, num_turns, LEAST_GAIN)
         return
@@ -264,7 +264,7 @@ def exchange(
     Returns:
         bool[batches], whether any pair of the batch made an exchange.
     """
-    kernel = search_kernel()
+    kernel = placement_kernel.look()
     batch, one, other = pairs
     floor = target[batch][:, None]
     each, devices = np.repeat(batch, one.shape[1]), np.stack([one.ravel(), other.ravel()])

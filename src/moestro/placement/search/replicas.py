@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import EMPTY
 from moestro.placement.contract import Floats
-from moestro.placement.kernel.choice import search_kernel
+from moestro.placement.kernel.choice import placement_kernel
 from moestro.placement.score import idle_parts
 from moestro.placement.search.problem import TINY, Allowance, Experts, Packing, PlaceProblem, live_counts
 
@@ -60,7 +60,7 @@ def copy_counts(problem: PlaceProblem) -> Experts:
     """
     num_batches, num_experts, num_devices, _ = problem.shape
     num_extra = min(int(problem.room.sum()), num_experts * num_devices) - num_experts
-    kernel = search_kernel()
+    kernel = placement_kernel.look()
     if kernel is not None:
         return kernel.copy_counts(problem, num_extra, COPIES_MAY_COST)
     counts = np.ones((num_batches, num_experts), np.int64)
@@ -244,7 +244,7 @@ def share_out(problem: PlaceProblem, packing: Packing, target: Floats, num_steps
         target: float64[batches], seconds.
         num_steps: Newton steps at most.
     """
-    kernel = search_kernel()
+    kernel = placement_kernel.look()
     if kernel is not None:
         kernel.level(problem, packing, (target, target), num_parts=1, num_share_steps=num_steps, **share_numbers())
         return

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from moestro.core.experts.expert_table import EMPTY
 from moestro.placement.contract import Floats, PlaceLimits
-from moestro.placement.kernel.choice import search_kernel
+from moestro.placement.kernel.choice import placement_kernel
 from moestro.placement.search.filling import recover
 from moestro.placement.search.packing import (
     CYCLE,
@@ -295,7 +295,7 @@ def _level_by_turns(
         how: Rounds of exchanges in each turn, turns, and the limits of the search.
     """
     num_rounds, num_parts, limits = how
-    kernel = None if allowance.is_limited else search_kernel()
+    kernel = None if allowance.is_limited else placement_kernel.look()
     if kernel is not None:
         numbers = balance_numbers() | share_numbers() | {"num_rounds": num_rounds, "num_parts": num_parts}
         numbers |= {"num_share_steps": limits.num_share_steps, "stalled": STALLED}

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.views import EngineTable, Figure
-from moestro.native.compiler import PLAIN, ROUTE_KERNEL
-from moestro.native.library_search import DOUBLE, INT, POINTER, LibrarySearch, load_functions
+from moestro.native.compiler import ROUTE_KERNEL
+from moestro.native.library_search import DOUBLE, INT, POINTER, OptionalKernel, load_functions
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -167,48 +163,4 @@ class RouteKernel:
         return known
 
 
-class _Current:
-    """The kernel of this process.
-
-    Attributes:
-        is_wanted: whether a search may begin: not in a process that only checks settings, and may fork.
-    """
-
-    kernel: RouteKernel | None = None
-    is_wanted = False
-    is_left_out = False
-
-
-@lru_cache(maxsize=1)
-def _search_in(_process: int) -> LibrarySearch[RouteKernel]:
-    return LibrarySearch(ROUTE_KERNEL, PLAIN, RouteKernel)
-
-
-def want_kernel() -> None:
-    """Let the search for the kernel begin; until it is found, NumPy computes."""
-    _Current.is_wanted = True
-
-
-def wait_for_kernel(timeout_s: float) -> bool:
-    """Wait for the kernel, which may have to be compiled. Returns whether it is there."""
-    want_kernel()
-    _search_in(os.getpid()).wait(timeout_s)
-    return route_kernel() is not None
-
-
-def route_kernel() -> RouteKernel | None:
-    """Return the compiled passes. None means that NumPy computes: they are absent, or are still being compiled."""
-    kernel = _Current.kernel
-    if kernel is None and _Current.is_wanted:
-        kernel = _Current.kernel = _search_in(os.getpid()).look()
-    return None if _Current.is_left_out else kernel
-
-
-@contextmanager
-def without_kernel() -> Iterator[None]:
-    """Let NumPy compute in the block."""
-    before, _Current.is_left_out = _Current.is_left_out, True
-    try:
-        yield
-    finally:
-        _Current.is_left_out = before
+route_kernel = OptionalKernel(ROUTE_KERNEL, RouteKernel, is_wanted=False)

@@ -202,7 +202,7 @@ class HotspotDetector:
 
 def _count_holders(view: RouteView, num_tokens: int) -> tuple[int, int]:
     """Return how many routable engines have so many tokens of the prompt in their caches, and how many have not."""
-    if (kernel := route_kernel()) is not None:
+    if (kernel := route_kernel.look()) is not None:
         found = kernel.holders(view.engines, view.hit_tokens, num_tokens)
         if found is not None:
             return found
@@ -221,7 +221,7 @@ def _is_lower_on(holders: Mask, scores: Scores | Counts, view: RouteView, num_to
         num_tokens: tokens of the prompt that the engines of M have.
     """
     engines = view.engines
-    if (kernel := route_kernel()) is not None:
+    if (kernel := route_kernel.look()) is not None:
         found = kernel.is_lower(engines, scores, view.hit_tokens, num_tokens)
         if found is not None:
             return found
@@ -246,7 +246,7 @@ def lmetric_score(view: RouteView) -> Scores:
 
     Source: LMetric, Fig. 17 (b); the added 1 is the request itself, as in the authors' `lmetric.rs`.
     """
-    if (kernel := route_kernel()) is not None:
+    if (kernel := route_kernel.look()) is not None:
         found = kernel.products(view.engines, view.hit_tokens, view.request.num_known_tokens)
         if found is not None:
             return found

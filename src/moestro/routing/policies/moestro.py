@@ -129,7 +129,7 @@ class Moestro:
 
     def scores(self, view: RouteView) -> Scores:
         """Return the score of each engine, float64[n]."""
-        kernel, engines, constants = route_kernel(), view.engines, self._constants
+        kernel, engines, constants = route_kernel.look(), view.engines, self._constants
         if kernel is not None and engines.group is None:
             answer = self._answer_tokens.value or constants.first_answer_tokens
             weights = constants.decode_weight, constants.least_weight, self._per_work(len(engines))
