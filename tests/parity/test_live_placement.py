@@ -43,6 +43,8 @@ from moestro.worker.rank_builder import ExpertCollection
 NUM_LAYERS, EXPERT_LAYERS, NUM_EXPERTS, NUM_RANKS = 5, (1, 2, 4), 12, 3
 NUM_SPARES = 2
 LIMITS = PlaceLimits(horizon_steps=1e5)
+# Before them an operator cancels what runs, and both loops look once more (every 2 s): nothing is open at the end.
+LAST_STEPS = 80
 # A hundredth of the usual speed: the experts' work is most of a step of the record.
 PRICES = replace(FAST_PRICES, token_s=1e-5, row_s=(0.0, 1.4e-6, 2.8e-5))
 
@@ -68,7 +70,7 @@ def record_of(seed: int, num_steps: int = 900) -> Record:
     counts = rng.poisson(400 * shares[:, None], (num_steps, NUM_RANKS, NUM_LAYERS, NUM_EXPERTS))
     counts[:, :, [layer for layer in range(NUM_LAYERS) if layer not in EXPERT_LAYERS]] = 0
     step_ns = rng.integers(10_000_000, 60_000_000, num_steps).tolist()
-    return Record(counts, step_ns, set(rng.integers(100, num_steps, 60).tolist()))
+    return Record(counts, step_ns, {*rng.integers(100, num_steps, 60).tolist(), num_steps - LAST_STEPS})
 
 
 def settings_of(**flags) -> LivePlacementSettings:
