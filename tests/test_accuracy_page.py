@@ -81,3 +81,56 @@ def test_a_cost_at_its_lower_limit_is_not_called_exact(result):
     table = [line for line in estimates_table().splitlines() if any(each["title"] in line for each in costs)]
     assert all("(lower limit)" in line for line in table)
     assert not any("0 us (exact)" in line or "0 ns (exact)" in line for line in table)
+
+
+PAGE = (ROOT / "docs" / "accuracy.md").read_text()
+RELATIVE = ("ttft_mean_ms", "ttft_p99_ms", "tpot_mean_ms")
+GOALS = {"ttft_mean_ms": 0.15, "tpot_mean_ms": 0.05}
+HIT_GOAL = 0.02
+VLLM = ("vllm_cpu", "vllm_cpu_dense", "vllm_cpu_wide")  # in the order of the sentence
+
+
+def rows_of(name: str, load: str | None = None) -> list[dict]:
+    rows = json.loads((RESULTS[0].parent / f"{name}.json").read_text())["rows"]
+    return [row for row in rows if load in (None, row["load"])]
+
+
+def errors_of(name: str, figure: str, load: str | None = None) -> list[float]:
+    """Relative errors of predictions."""
+    return [row["predicted"][figure] / row["measured"][figure] - 1 for row in rows_of(name, load)]
+
+
+def mean_error(name: str, figure: str, load: str) -> float:
+    return 100 * statistics.fmean(map(abs, errors_of(name, figure, load)))
+
+
+def num_within(name: str) -> int:
+    """Runs within all goals."""
+    hits = [abs(row["predicted"]["hit_ratio"] - row["measured"]["hit_ratio"]) <= HIT_GOAL for row in rows_of(name)]
+    near = [[abs(error) <= goal for error in errors_of(name, figure)] for figure, goal in GOALS.items()]
+    return sum(map(all, zip(hits, *near, strict=True)))
+
+
+def paced_means() -> str:
+    """The largest mean error of a paced system."""
+    means = [
+        statistics.fmean(map(abs, errors_of(name, figure)))
+        for name in ("moestro_paced", "moestro_preemptive")
+        for figure in RELATIVE
+    ]
+    return f"{100 * max(means):.0f} %"
+
+
+def worst_on_vllm() -> str:
+    """Least and most mean error of TTFT near saturation and for long answers, with what other loads have at most."""
+    worst = [mean_error(name, "ttft_mean_ms", load) for name in VLLM for load in ("mixed, 0.8", "long answers, 0.5")]
+    return f"{min(worst):.0f} to {max(worst):.0f} %"
+
+
+def times_longer(figure: str) -> str:
+    """The largest measured figure of `moestro serve` over its prediction."""
+    return f"{max(1 / (1 + error) for error in errors_of('moestro_cpu', figure)):.1f}"
+
+
+def largest(name: str, figure: str, load: str) -> str:
+    return f"{100 * max(map(abs, errors_of(name, figure, load))):.0f} %"

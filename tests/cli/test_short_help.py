@@ -1,6 +1,10 @@
-"""`--help` of a verb with many flags is short, and `--help-all` has every flag."""
+"""`--help` of a verb with many flags is short, and `--help-all` has every flag; a full disk is named."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +49,11 @@ def test_policies_are_named_in_short_help_and_described_in_the_other(capsys, mon
     monkeypatch.setenv("COLUMNS", "200")
     assert "One of edf, fcfs, prefill_aware" in help_of("serve", "--help", capsys)
     assert "fcfs: First come, first served." in help_of("serve", HELP_ALL, capsys)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_output_that_cannot_be_written_ends_with_a_sentence():
+    code = "from moestro.cli.main import main; main(['--version'])"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "moestro: the output cannot be written: No space left on device\n")

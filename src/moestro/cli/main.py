@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -114,6 +115,9 @@ VERBS = (
 )
 
 
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
 def register(verbs: Iterable[str] = VERBS) -> None:
     """Add verbs to the command. Each has a file here, whose settings take up to half a second to import."""
     with uncollected():
@@ -129,12 +133,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if given[:1] == ["serve"]:
             given = ["serve", *without_vllm_flags(given[1:])]
-        app(choose_help(app, given))
+        try:
+            app(choose_help(app, given))
+        finally:
+            sys.stdout.flush()  # so that a full disk is reported here
     except MoestroError as error:
         print(f"moestro: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
-    except BrokenPipeError:  # a reader such as `head` closed the pipe; without this, Python reports it again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # a reader such as `head` closed the pipe
+        _drop_output()
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _drop_output()
+        print(f"moestro: the output cannot be written: {error.strerror}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _drop_output() -> None:
+    """Write nothing more to the standard output, whose failure Python would report again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
