@@ -43,6 +43,20 @@ def test_a_family_gets_the_logits_and_greedy_tokens_of_transformers(name, seed, 
     assert found.largest < 2e-5
 
 
+@pytest.mark.parametrize("name", ["qwen2_moe", "phimoe"])
+def test_a_window_that_transformers_gives_to_its_mask_alone_counts(name, tmp_path):
+    windowed = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 3}
+    directory = tiny.save_checkpoint(tmp_path, tiny.make_config(name, **windowed))
+    network, oracle = tiny.load(directory), tiny.load_oracle(directory)
+    found = difference(network, oracle, name)
+    assert found.wrong_tokens == 0
+    assert found.largest < 2e-5
+    network.model.config.sliding_window = None
+    for module in network.model.modules():
+        module.__dict__.pop("sliding_window", None)
+    assert difference(network, oracle).largest > 1e-2
+
+
 @pytest.mark.parametrize("name", ["mixtral-window", "gpt_oss", "deepseek_v2"])
 def test_the_plain_twin_of_attention_gets_them_too(name, checkpoint, oracles):
     network = tiny.load(checkpoint(name))

@@ -40,6 +40,7 @@ STEP_ARGUMENT = "paged_step"  # keyword of the network's call that carries the s
 OWN_ATTENTION = "moestro_attention"  # an `OwnAttention` that replaces torch's
 ATTENTION_FORM = "moestro_form"  # its `AttentionForm`, from its first step
 LATENT = "moestro_latent"  # the `UpProjection` of its K and V, which its pools keep compressed
+_WINDOWED_BY_CONFIG = ("PhimoeAttention",)  # modules of which transformers windows the mask alone, by the config
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +120,7 @@ def paged_attention(
     Raises:
         UnsupportedModelError: a mask or softcapped scores.
     """
-    step, scoring = _read_arguments(attention_mask, kwargs)
+    step, scoring = _read_arguments(module, attention_mask, kwargs)
     latent: UpProjection | None = module.__dict__.get(LATENT)
     if latent is not None:
         query, scoring = _absorb(latent, query, scoring)
@@ -159,7 +160,7 @@ def plain_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Compute the result of `paged_attention` plainly, one call a unit, nothing shared between layers: its oracle."""
-    step, scoring = _read_arguments(attention_mask, kwargs)
+    step, scoring = _read_arguments(module, attention_mask, kwargs)
     latent: UpProjection | None = module.__dict__.get(LATENT)
     if latent is not None:
         query, scoring = _absorb(latent, query, scoring)
@@ -191,7 +192,9 @@ def register_attention() -> None:
     AttentionInterface.register(PLAIN, plain_attention)
 
 
-def _read_arguments(attention_mask: Tensor | None, kwargs: dict[str, Any]) -> tuple[PagedStep, Scoring]:
+def _read_arguments(
+    module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]
+) -> tuple[PagedStep, Scoring]:
     if attention_mask is not None:
         raise UnsupportedModelError("The network passes its attention a mask of its own, which a paged step ignores.")
     if kwargs.get("softcap") is not None:
@@ -199,7 +202,18 @@ def _read_arguments(attention_mask: Tensor | None, kwargs: dict[str, Any]) -> tu
     step = kwargs.get(STEP_ARGUMENT)
     if not isinstance(step, PagedStep):
         raise UnsupportedModelError("The network does not pass its keyword arguments on to its attention.")
-    return step, Scoring(kwargs.get("scaling"), kwargs.get("sliding_window") or None, kwargs.get("s_aux"))
+    return step, Scoring(kwargs.get("scaling"), _window_of(module, kwargs) or None, kwargs.get("s_aux"))
+
+
+def _window_of(module: Any, kwargs: dict[str, Any]) -> int | None:
+    """Return the window of a layer's mask in transformers, which some families do not pass to their attention."""
+    if "sliding_window" in kwargs:
+        window: int | None = kwargs["sliding_window"]
+    elif type(module).__name__ in _WINDOWED_BY_CONFIG:
+        window = module.config.sliding_window
+    else:
+        window = module.__dict__.get("sliding_window")  # Qwen2-MoE's layers
+    return window
 
 
 def _absorb(latent: UpProjection, query: Tensor, scoring: Scoring) -> tuple[Tensor, Scoring]:
