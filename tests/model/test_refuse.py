@@ -15,6 +15,7 @@ import torch
 from parity import drive, tiny
 from safetensors.torch import load_file, save_file
 from support.lying_checkpoints import NASTY
+from support.quantized_checkpoints import fp8_twins
 from torch import nn
 
 from moestro.errors import ConfigError, UnsupportedModelError
@@ -236,6 +237,18 @@ def test_weights_that_are_not_plain_numbers(dtype, name, directory):
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     message = refusal(directory)
     assert f"tensor model.norm.weight is of dtype {name}; F64, F32, F16, BF16 are read" in message
+
+
+@pytest.mark.parametrize("other", [None, "_scale"])
+def test_fp8_weights_without_scales_or_with_scales_of_another_name(other, tmp_path):
+    directory = fp8_twins(tmp_path)[0]
+    tensors = load_file(directory / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj.weight"
+    scales = tensors.pop(f"{name}_scale_inv")
+    if other is not None:
+        tensors[name + other] = scales
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    assert f"tensor {name} is of dtype F8_E4M3 and lacks its scales, {name}_scale_inv" in refusal(directory)
 
 
 def test_masks_that_the_network_does_not_read_may_be_of_any_dtype(tmp_path):

@@ -29,6 +29,7 @@ from moestro.model.experts.routed import EXPERTS
 from moestro.model.network import Network
 from moestro.model.pools import KVPools
 from moestro.model.step import PagedStep
+from moestro.model.tensors import SCALES
 
 # Families whose logits the parity tests compare with transformers' own.
 TESTED_FAMILIES = frozenset(
@@ -54,6 +55,7 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Quantizations that loading undoes, and the dtypes of their weights and scales.
 _DEQUANTIZED = {"fp8": ("F8_E4M3", "F8_E5M2", "F8_E8M0"), "mxfp4": ("U8",)}
+_SCALED = ("F8_E4M3", "F8_E5M2")  # dtypes of weights that transformers would read unscaled if their scales are missing
 _ELEMENTS = {"U8": 2}  # numbers in one element of a packed dtype: mxfp4 has two in a byte
 
 
@@ -85,7 +87,7 @@ def refuse_config_file(raw: dict[str, Any]) -> None:
 
 
 def refuse_dtypes(tensors: Mapping[str, TensorHeader], quantization: Any, ignored: Sequence[str]) -> None:
-    """Refuse weights unless they are floating-point numbers, or quantized as the config says.
+    """Refuse weights unless they are floating-point numbers, or quantized as the config says, with their scales.
 
     Args:
         tensors: tensors of the checkpoint, by name.
@@ -103,6 +105,12 @@ def refuse_dtypes(tensors: Mapping[str, TensorHeader], quantization: Any, ignore
             raise UnsupportedModelError(
                 f"{tensor.file}: tensor {shown(name)} is of dtype {tensor.dtype}; {', '.join(allowed)} are read{packed}"
                 ". Give an unquantized checkpoint, or one whose config.json names its quantization."
+            )
+        if tensor.dtype in _SCALED and f"{name}{SCALES}" not in tensors:
+            raise UnsupportedModelError(
+                f"{tensor.file}: tensor {shown(name)} is of dtype {tensor.dtype} and lacks its scales,"
+                f" {shown(name + SCALES)}: other names of scales are not read. Give a checkpoint in the form of"
+                " DeepSeek-V3 and Qwen3-FP8, or an unquantized one."
             )
 
 
