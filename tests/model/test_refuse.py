@@ -396,6 +396,16 @@ class TestLongrope:
         assert "set --max-model-len 24 or less (it is 256)" in message
         assert "24 or less (it is 25)" in refusal(directory, load_format="dummy", max_model_len=25)
 
+    def test_is_refused_too_where_that_length_stands_beside_the_parameters(self, tmp_path):
+        factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
+        directory = only_config(tmp_path, "llama", intermediate_size=48)
+        fields = json.loads((directory / "config.json").read_text())
+        del fields["rope_parameters"]
+        fields |= {"rope_theta": 10000.0, "rope_scaling": factors, "original_max_position_embeddings": 24}
+        (directory / "config.json").write_text(json.dumps(fields))
+        assert "set --max-model-len 24 or less" in refusal(directory, load_format="dummy")
+        assert read_config(tiny.settings_of(directory, load_format="dummy", max_model_len=24))
+
     def test_is_served_up_to_the_original_length(self, tmp_path):
         directory = only_config(tmp_path, "phi3", **self.PHI3)
         assert open_device(tiny.settings_of(directory, load_format="dummy", max_model_len=24))[1].max_model_len == 24

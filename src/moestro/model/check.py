@@ -235,7 +235,9 @@ def _refuse_rope(text: Any, parameters: dict[str, Any], max_model_len: int) -> N
         )
     if kind != "longrope":
         return
-    original = parameters.get("original_max_position_embeddings") or text.max_position_embeddings
+    name = "original_max_position_embeddings"
+    # One beside the parameters wins. transformers reads it late, and has put the longest length in its place by now.
+    original = getattr(text, name, None) or parameters.get(name) or text.max_position_embeddings
     if max_model_len <= original:
         return  # always the short factors
     if text.model_type == "phimoe" and parameters.get("short_mscale") == parameters.get("long_mscale"):
