@@ -376,6 +376,13 @@ def rope(**parameters) -> dict:
     return {"rope_parameters": {"rope_theta": 10000.0, "factor": 4.0, **parameters}}
 
 
+@pytest.mark.parametrize("changes", [{"hidden_act": "swoosh"}, rope(rope_type="swoosh")])
+def test_a_name_that_transformers_does_not_know(changes, tmp_path):
+    directory = only_config(tmp_path, "llama", intermediate_size=48)
+    edit(directory, **changes)
+    assert refusal(directory, load_format="dummy").endswith("network: unknown name or missing field 'swoosh'")
+
+
 def test_frequencies_that_follow_the_longest_of_the_batch(tmp_path):
     directory = only_config(tmp_path, "llama", intermediate_size=48, **rope(rope_type="dynamic"))
     assert "rope_type 'dynamic'" in refusal(directory, load_format="dummy")

@@ -342,7 +342,8 @@ def _read_weights(settings: ModelSettings, config: Any, device: torch.device) ->
 
 
 def _one_line(error: Exception) -> str:
-    return shown(" ".join(str(error).split()))
+    kind = "unknown name or missing field " if type(error) is KeyError else ""  # whose text is the name alone
+    return shown(kind + " ".join(str(error).split()))
 
 
 def choose_dtype(settings: ModelSettings, config: Any) -> torch.dtype | None:
