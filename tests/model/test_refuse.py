@@ -372,6 +372,20 @@ def test_a_network_that_takes_pictures(directory, monkeypatch):
         check.refuse_config(config, 16)
 
 
+def test_layers_with_a_window_of_no_length(tmp_path):
+    directory = only_config(tmp_path, "gpt_oss", **tiny.FAMILIES["gpt_oss"][1])
+    edit(directory, sliding_window=None)
+    assert "layer_types has sliding_attention, got null" in refusal(directory, load_format="dummy")
+
+
+def test_a_window_below_zero_that_reaches_the_attention(checkpoint, tmp_path):
+    for name in ("mixtral", "llama"):
+        edit(shutil.copytree(checkpoint(name), tmp_path / name), sliding_window=-1)
+    assert open_device(tiny.settings_of(tmp_path / "llama"))  # which has no windows
+    with pytest.raises(UnsupportedModelError, match="sliding_window must be at least 1, or null for none, got -1"):
+        open_device(tiny.settings_of(tmp_path / "mixtral"))
+
+
 def rope(**parameters) -> dict:
     return {"rope_parameters": {"rope_theta": 10000.0, "factor": 4.0, **parameters}}
 

@@ -213,6 +213,8 @@ def _window_of(module: Any, kwargs: dict[str, Any]) -> int | None:
         window = module.config.sliding_window
     else:
         window = module.__dict__.get("sliding_window")  # Qwen2-MoE's layers
+    if window is not None and window < 0:
+        raise UnsupportedModelError(f"config.json: sliding_window must be at least 1, or null for none, got {window}.")
     return window
 
 

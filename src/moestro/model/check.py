@@ -168,11 +168,15 @@ def refuse_config(config: Any, max_model_len: int) -> None:
     if getattr(config, "vision_config", None) is not None or getattr(config, "audio_config", None) is not None:
         raise UnsupportedModelError(f"model_type {config.model_type!r} takes more than text: only text is served.")
     text = config.get_text_config()
-    strange = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_LAYERS)
-    if strange:
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if strange := sorted(kinds - _ATTENTION_LAYERS):
         raise UnsupportedModelError(
             f"model_type {config.model_type!r} has layers of type {', '.join(strange)}: only full and sliding attention"
             " keep their state in KV blocks."
+        )
+    if "sliding_attention" in kinds and getattr(text, "sliding_window", None) is None:
+        raise UnsupportedModelError(
+            "config.json: sliding_window must be at least 1 where layer_types has sliding_attention, got null."
         )
     if getattr(text, "attn_logit_softcapping", None) is not None:
         raise UnsupportedModelError(f"model_type {config.model_type!r} softcaps its attention scores: not supported.")
