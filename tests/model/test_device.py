@@ -236,6 +236,19 @@ def test_end_tokens_are_those_of_both_files(checkpoint, tmp_path):
     assert open_device(tiny.settings_of(directory))[1].eos_token_ids == (2, 5, 7)
 
 
+def test_the_end_tokens_of_a_family_count_only_where_no_file_has_any(tmp_path):
+    """OLMoE's own, 50279, lies outside of this vocabulary."""
+    directory = tiny.save_checkpoint(tmp_path, tiny.make_config("olmoe"))
+    config = json.loads((directory / "config.json").read_text())
+    del config["eos_token_id"]
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert open_device(tiny.settings_of(directory))[1].eos_token_ids == (7,)
+    (directory / "generation_config.json").unlink()
+    with pytest.raises(ConfigError, match=r"config.json: eos_token_id must be an integer from 0 to 100.* got 50279"):
+        open_device(tiny.settings_of(directory))
+
+
 def test_sampling_defaults_are_the_checkpoints_unless_neutral_ones_are_set(tmp_path):
     directory = tiny.save_checkpoint(tmp_path, tiny.make_config("qwen2"))
     assert open_device(tiny.settings_of(directory))[1].sampling_defaults == SamplingDefaults()

@@ -17,8 +17,8 @@ CONFIG = SimpleNamespace(eos_token_id=None, get_text_config=lambda: TEXT)
 
 @pytest.mark.parametrize("given", [list(range(300_000)), [10**50], "x" * 300_000, 1.5, [True]])
 def test_a_generation_config_with_wrong_ids_is_refused_in_a_short_sentence(given):
-    with pytest.raises(UnsupportedModelError, match=r"^eos_token_id must be ") as caught:
-        eos_token_ids({"eos_token_id": given}, CONFIG)
+    with pytest.raises(UnsupportedModelError, match=r"^generation_config.json: eos_token_id must be ") as caught:
+        eos_token_ids({"eos_token_id": given}, {}, CONFIG)
     assert len(str(caught.value)) < 400
 
 

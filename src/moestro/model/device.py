@@ -18,6 +18,7 @@ from moestro.core.request import CardMemory, ModelInfo, SamplingDefaults
 from moestro.core.views import LS
 from moestro.core.work import LOGITS_LAST, LOGITS_PROMPT, SAMPLING_ROW, BlockMoves, Forward, StepResult, Units
 from moestro.errors import ConfigError
+from moestro.files.checkpoint import read_json_object
 from moestro.model.check import TESTED_FAMILIES, check_network
 from moestro.model.experts.gate_override import make_override
 from moestro.model.kernels.kernel_choice import begin_search, choose_kernels
@@ -441,11 +442,12 @@ def read_facts(settings: ModelSettings) -> CheckpointFacts:
     config = read_config(settings)
     wanted_len = choose_max_model_len(settings, getattr(config.get_text_config(), "max_position_embeddings", None))
     recommended = read_generation_config(Path(settings.model))
+    fields = read_json_object(Path(settings.model) / "config.json")
     defaults = sampling_defaults(recommended if settings.generation_config == "auto" else {})
     return CheckpointFacts(
         config=config,
         max_model_len=wanted_len,
-        eos_token_ids=eos_token_ids(recommended, config),
+        eos_token_ids=eos_token_ids(recommended, fields, config),
         sampling_defaults=defaults,
     )
 

@@ -143,26 +143,33 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
     return read_json_object(path) if path.exists() else {}
 
 
-def eos_token_ids(fields: dict[str, Any], config: Any) -> tuple[int, ...]:
-    """Ids that end a sequence: those of the file and of transformers' config, ascending.
+def eos_token_ids(recommended: dict[str, Any], fields: dict[str, Any], config: Any) -> tuple[int, ...]:
+    """Ids that end a sequence: those that the two files name, ascending; the family's own where neither names any.
+
+    Args:
+        recommended: fields of `generation_config.json`.
+        fields: fields of `config.json`.
+        config: transformers' config, which has the family's value where the file has none.
 
     Raises:
         UnsupportedModelError: an id is no token id of the network.
     """
-    ids: list[int] = []
-    for given in (fields.get("eos_token_id"), config.eos_token_id, config.get_text_config().eos_token_id):
-        ids += given if isinstance(given, list | tuple) else [] if given is None else [given]
-    if wrong := [each for each in ids if type(each) is not int]:
-        raise UnsupportedModelError(
-            f"eos_token_id must be an integer or a list of them, got {shown_literal(wrong[0])}."
-        )
-    vocab_size = config.get_text_config().vocab_size
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise UnsupportedModelError(
-            f"eos_token_id must be from 0 to {vocab_size - 1}, the vocabulary's last token, got"
-            f" {shown_literal(next(each for each in ids if not 0 <= each < vocab_size))}."
-        )
-    return tuple(sorted(set(ids)))
+    text, own = config.get_text_config(), fields.get("text_config") or {}
+    ids = _listed("generation_config.json", recommended.get("eos_token_id"))
+    ids += _listed("config.json", fields.get("eos_token_id")) + _listed("config.json", own.get("eos_token_id"))
+    ids = ids or _listed("config.json", config.eos_token_id) + _listed("config.json", text.eos_token_id)
+    for file, each in ids:
+        if type(each) is not int or not 0 <= each < text.vocab_size:
+            raise UnsupportedModelError(
+                f"{file}: eos_token_id must be an integer from 0 to {text.vocab_size - 1}, the vocabulary's last token,"
+                f" or a list of them, got {shown_literal(each)}."
+            )
+    return tuple(sorted({each for _, each in ids}))
+
+
+def _listed(file: str, given: Any) -> list[tuple[str, Any]]:
+    """List the ends that a field of `file` gives, each with the file's name."""
+    return [(file, each) for each in (given if isinstance(given, list | tuple) else [given]) if each is not None]
 
 
 def sampling_defaults(fields: dict[str, Any]) -> SamplingDefaults:
