@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from moestro.core.request import Grammar
@@ -47,6 +48,15 @@ LARK = 'start: "a" | "b" start'
 def test_a_grammar_allows_its_texts_and_no_others(accepts, kind, grammar, good, bad):
     assert [text for text in good if not accepts(kind, grammar, text)] == []
     assert [text for text in bad if accepts(kind, grammar, text)] == []
+
+
+def test_an_end_token_that_tokenizer_json_lacks_ends_a_text(demo_dir, tokenizer):
+    num_known = tokenizer.backend.get_vocab_size()
+    ends = (2, num_known + 3)
+    matcher = GrammarCompiler(VocabularySource(demo_dir, num_known + 100, ends)).compile(Grammar("choice", '["red"]'))
+    assert matcher.try_consume_tokens(tokenizer.encode("red", add_special_tokens=False)) > 0
+    words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    assert np.flatnonzero(np.unpackbits(words, bitorder="little")).tolist() == list(ends)
 
 
 def test_spaces_in_json_are_bounded_and_a_schema_may_say_otherwise(accepts):

@@ -89,8 +89,23 @@ def _read_tokenizer(source: VocabularySource) -> LLTokenizer:
     ends = list(source.eos_token_ids) or None
     try:
         return LLTokenizer(text, n_vocab=source.vocab_size, eos_token=ends)
-    except ValueError:  # a tokenizer may have more tokens than the model
-        return LLTokenizer(text, eos_token=ends)
+    except ValueError:  # a tokenizer may have more tokens than the model, or lack one of its ends
+        num_known = LLTokenizer(text).vocab_size
+        text = _with_tokens(text, num_known, max(source.eos_token_ids, default=-1) + 1)
+        return LLTokenizer(text, n_vocab=max(num_known, source.vocab_size), eos_token=ends)
+
+
+def _with_tokens(text: str, num_known: int, num_wanted: int) -> str:
+    """Add tokens without text to a tokenizer.json of `num_known` tokens, up to `num_wanted`.
+
+    Such tokens are only in other files of the checkpoint, or have no name at all.
+    """
+    if num_wanted <= num_known:
+        return text
+    fields = msgspec.json.decode(text, type=dict[str, Any])
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": n, "content": f"<|moestro_{n}|>", "special": True, **flags} for n in range(num_known, num_wanted)]
+    return msgspec.json.encode({**fields, "added_tokens": [*(fields.get("added_tokens") or ()), *added]}).decode()
 
 
 def failure_of(matcher: Any) -> str | None:
