@@ -133,8 +133,11 @@ def test_an_invalid_prompt_names_itself_and_the_next_call_works(llm):
     assert "prompt number 1" in refused.value.__notes__[0]
     with pytest.raises(RequestError, match="3 prompts need as many sampling_params"):
         llm.generate(PROMPTS[:3], [GREEDY])
-    with pytest.raises(RequestError, match="a prompt is a text"):
-        llm.generate([None])  # type: ignore[list-item]
+    for prompts in ([None], None, 5):
+        with pytest.raises(RequestError, match="a prompt is a text"):
+            llm.generate(prompts)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="a prompt has no token ids"):
+        llm.generate([{"prompt_token_ids": []}])
     assert len(llm.generate(PROMPTS[:2], GREEDY)) == 2
 
 

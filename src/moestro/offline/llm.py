@@ -249,7 +249,10 @@ def given_prompts(prompts: Prompts, params: Params) -> list[GivenPrompt]:
     Raises:
         RequestError: A prompt has none of the forms, or the numbers of prompts and of parameters differ.
     """
-    is_one = isinstance(prompts, str | Mapping) or (bool(prompts) and isinstance(prompts[0], int))
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
+        is_one = True
+    else:
+        is_one = bool(prompts) and isinstance(prompts[0], int)
     contents = [_content(each) for each in ([prompts] if is_one else prompts)]
     return [GivenPrompt(*pair) for pair in zip(contents, params_of_each(params, len(contents)), strict=True)]
 
@@ -270,6 +273,9 @@ def _content(prompt: object) -> str | list[int]:
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, Sequence) and all(isinstance(each, int) for each in prompt):
+        if not prompt:
+            text = "a prompt has no token ids: it needs at least one"
+            raise RequestError(text, param="prompts", code="invalid_value")
         return list(prompt)
     text = (
         f"a prompt is a text, token ids, or a dictionary with prompt or prompt_token_ids; got {type(prompt).__name__}"
