@@ -26,6 +26,7 @@ from moestro.gateway.peers import Identity, PeerChannel, PeerRefusedError, dial
 from moestro.gateway.settings import EngineUrl
 from moestro.routing.replication.journal import Digest, HistoryPart, OperationBatch, RouterRun, Snapshot
 from moestro.web.ports.connections import bound_socket
+from moestro.web.ports.faults import Fault, Port
 from moestro.web.ports.tls import MutualTls
 from moestro.web.settings import CertificateFiles
 
@@ -62,7 +63,7 @@ async def routers(
                 )
             )
             assert it.app.peers is not None
-            await stack.enter_async_context(it.app.peers.running(listener))
+            await stack.enter_async_context(it.app.peers.running(listener, it.app.shared.faults))
             made.append(it)
         for it in made:
             await it.until(
@@ -149,13 +150,14 @@ async def test_routers_speak_tls_with_each_other_alone(tmp_path):
 def test_a_renewed_certificate_counts_for_new_connections(tmp_path):
     flags = issue(tmp_path, trustme.CA())
     files = CertificateFiles("--peer-ssl", flags["peer_ssl_certfile"], None, flags["peer_ssl_ca_certs"])
-    tls = MutualTls(files)
+    tls, before = MutualTls(files), MutualTls(files)
     renewed = trustme.CA()
     issue(tmp_path, renewed)
     long_ago = time.time() - 60
     for file in files.paths:
         os.utime(file, (long_ago, long_ago))
     tls.renew()
+    assert _shake(tls, before) == (False, False), "the old authority counts no more"
     assert _shake(tls, MutualTls(files)) == (True, True), "both ends have renewed"
     files.certfile.write_text("no certificate")
     os.utime(files.certfile, (long_ago + 1, long_ago + 1))
@@ -166,7 +168,7 @@ def test_a_renewed_certificate_counts_for_new_connections(tmp_path):
 
 @looped
 async def test_a_running_router_takes_renewed_certificates_of_peers(tmp_path, monkeypatch):
-    monkeypatch.setattr("moestro.gateway.peers._RENEW_NS", 0)
+    monkeypatch.setattr("moestro.web.ports.tls._SETTLED_S", 0.2)
     flags = issue(tmp_path, trustme.CA())
     files = CertificateFiles("--peer-ssl", flags["peer_ssl_certfile"], None, flags["peer_ssl_ca_certs"])
     async with routers(2, FakeEngine("a"), key=None, route_policy="least_loaded", **flags) as (one, _):
@@ -191,10 +193,23 @@ async def test_a_running_router_takes_renewed_certificates_of_peers(tmp_path, mo
                 await asyncio.sleep(0.1)
 
 
+@looped
+async def test_strangers_in_a_handshake_take_a_bounded_number_of_places_and_none_from_peers(tmp_path, monkeypatch):
+    monkeypatch.setattr("moestro.gateway.peers.MAX_PEER_CONNECTIONS", 4)
+    flags = issue(tmp_path, trustme.CA())
+    async with routers(2, FakeEngine("a"), key=None, route_policy="least_loaded", **flags) as (one, _):
+        host, port = "127.0.0.1", int(one.app.peers._identity.origin.name.rpartition(":")[2])
+        strangers = [await asyncio.open_connection(host, port) for _ in range(20)]
+        await one.until(lambda: one.app.shared.faults.counts[Port.PEERS, Fault.DISPLACED] >= 16)
+        assert one.app.peers.num_links == one.app.peers.replica.num_peers == 1
+        for _, writer in strangers:
+            writer.close()
+
+
 def _shake(one: MutualTls, other: MutualTls) -> tuple[bool, bool]:
     """Whether two ends accept each other, whichever connects."""
     found = []
-    for server, client in ((one.server, other.client), (other.server, one.client)):
+    for server, client in ((one.context, other.client), (other.context, one.client)):
         pipes = [ssl.MemoryBIO() for _ in range(2)]
         ends = [
             server.wrap_bio(pipes[0], pipes[1], server_side=True),
@@ -247,14 +262,14 @@ async def test_a_router_that_joins_learns_prompts_and_requests_in_flight():
     listeners = [bound_socket("127.0.0.1", 0) for _ in range(2)]
     peers = tuple(f"http://127.0.0.1:{each.getsockname()[1]}" for each in listeners)
     given = {"engine": urls, "peer": peers, "route_policy": "lmetric:hotspots=off"}
-    async with rig(**given, peer_name="one") as one, one.app.peers.running(listeners[0]):
+    async with rig(**given, peer_name="one") as one, one.app.peers.running(listeners[0], one.app.shared.faults):
         chosen = (await one.call(body=body())).headers["x-moestro-engine"]
         for engine in engines:
             engine.script = stay
         caller = await one.caller()
         caller.ask(body=json.loads(body("another text")))
         await caller.head()
-        async with rig(**given, peer_name="two") as two, two.app.peers.running(listeners[1]):
+        async with rig(**given, peer_name="two") as two, two.app.peers.running(listeners[1], two.app.shared.faults):
             router = two.app.shared.fleet.router
             await two.app.peers.catch_up(PATIENCE_S)
             assert sum(loads(two).values()) == 1
@@ -312,9 +327,9 @@ async def test_a_router_with_two_addresses_gets_each_operation_once():
     given = {"engine": (f"a=http://127.0.0.1:{engine.port}",), "peer": addresses}
     async with (
         rig(**given, peer_name="one") as one,
-        one.app.peers.running(listeners[0]),
+        one.app.peers.running(listeners[0], one.app.shared.faults),
         rig(**given, peer_name="two") as two,
-        two.app.peers.running(listeners[1]),
+        two.app.peers.running(listeners[1], two.app.shared.faults),
     ):
         for it in (one, two):
             await it.until(lambda it=it: it.app.peers.num_links == it.app.peers.replica.num_peers == 1)
@@ -514,9 +529,9 @@ async def test_routers_that_compare_prompts_otherwise_refuse_each_other():
     url = (f"a=http://127.0.0.1:{engine.port}",)
     async with (
         rig(engine=url, peer=peers, peer_name="one") as one,
-        one.app.peers.running(listeners[0]),
+        one.app.peers.running(listeners[0], one.app.shared.faults),
         rig(engine=url, peer=peers, peer_name="two", text_block_bytes=64) as two,
-        two.app.peers.running(listeners[1]),
+        two.app.peers.running(listeners[1], two.app.shared.faults),
     ):
         await one.until(lambda: one.app.peers.counts.num_refused > 0 and two.app.peers.counts.num_refused > 0)
         assert one.app.peers.num_links == two.app.peers.num_links == 0

@@ -15,10 +15,10 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import IO, Annotated, Any, TypeVar, cast
+from typing import IO, Annotated, TypeVar, cast
 
 import msgspec
 import zstandard
@@ -26,7 +26,6 @@ from msgspec import Meta
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moestro.core.clock import NS_PER_S
 from moestro.gateway.engines.fleet import Fleet
 from moestro.gateway.part_settings import PeerAddress, RouterPeerSettings
 from moestro.routing.replication.journal import (
@@ -46,7 +45,9 @@ from moestro.routing.replication.journal import (
     history_parts,
 )
 from moestro.routing.replication.replica import Replica, ReplicaRules
-from moestro.web.ports.faults import LogLimit
+from moestro.web.ports.connections import MAX_PEER_CONNECTIONS, Front, FrontLimits
+from moestro.web.ports.faults import Faults, LogLimit, Port
+from moestro.web.ports.http_connection import ConnectionSlot
 from moestro.web.ports.lifecycle import wait_until
 from moestro.web.ports.tls import MutualTls
 
@@ -54,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 HANDSHAKE_S = 5.0
+_READ_BYTES = 1 << 18  # that are read ahead of a connection's reader
 _CONNECT_S = 1.0  # until TCP is connected; while the network is cut, attempts follow each other soon
 # The first one ends a connection with data under way, the others one that only receives, which a router does four times
 # a second.
@@ -190,8 +192,8 @@ async def dial(identity: Identity, host: str, port: int, tls: ssl.SSLContext | N
     """
     connected = await _connected(host, port)
     async with asyncio.timeout(HANDSHAKE_S):
-        named = None if tls is None else host
-        reader, writer = await asyncio.open_connection(sock=connected, limit=1 << 18, ssl=tls, server_hostname=named)
+        name = None if tls is None else host
+        reader, writer = await asyncio.open_connection(sock=connected, limit=_READ_BYTES, ssl=tls, server_hostname=name)
         try:
             return await _greet(identity, reader, writer)
         except BaseException:
@@ -394,10 +396,7 @@ _FLUSH_S = 0.01  # time over which operations gather to one message
 _RESOLVE_S = 5.0  # time between two looks at what a peer's name resolves to
 _AGAIN_S, _LONGEST_AGAIN_S = 0.05, 1.0  # time between two attempts to connect, which doubles
 _REFUSED_AGAIN_S = 5.0  # the same after a refusal, whose cause an operator must remove
-_BACKLOG = 64
-_MAX_ACCEPTED = 512  # connections of other routers at a time
 _TICK_S = 0.1
-_RENEW_NS = NS_PER_S  # time between two looks at the files of TLS
 _ERRORS = (OSError, TimeoutError, PeerRefusedError)
 
 
@@ -426,6 +425,25 @@ class _Link:
     channel: PeerChannel
     outlet: Outlet
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+_Begin = Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]
+
+
+class _AcceptedStream(asyncio.StreamReaderProtocol):
+    """A connection that another router made, with its place at the port.
+
+    Args:
+        begin: called with the two streams of the connection once it is open.
+    """
+
+    def __init__(self, slot: ConnectionSlot, begin: _Begin) -> None:
+        super().__init__(asyncio.StreamReader(limit=_READ_BYTES), begin)
+        self._slot = slot
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._slot.release()
+        super().connection_lost(exc)
 
 
 class PeerExchange:
@@ -460,12 +478,10 @@ class PeerExchange:
         self._peer_is_there = asyncio.Event()  # wakes those who wait until they try to connect again
 
     @contextlib.asynccontextmanager
-    async def running(self, listener: socket.socket) -> AsyncIterator[None]:
+    async def running(self, listener: socket.socket, faults: Faults) -> AsyncIterator[None]:
         """Exchange with other routers inside the block."""
-        tls: dict[str, Any] = {}
-        if self._tls is not None:
-            tls = {"ssl": self._tls.server, "ssl_handshake_timeout": HANDSHAKE_S}
-        server = await asyncio.start_server(self._accept, sock=listener, backlog=_BACKLOG, limit=1 << 18, **tls)
+        limits = FrontLimits(MAX_PEER_CONNECTIONS)
+        server = Front(Port.PEERS, listener, self._accept, limits, faults, self._tls).open()
         tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._find_peers())]
         try:
             yield
@@ -496,19 +512,20 @@ class PeerExchange:
 
     # --- other routers connect
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._accepted) >= _MAX_ACCEPTED:
-            writer.close()
-            return
-        task = asyncio.create_task(self._serve(reader, writer))
-        self._accepted.add(task)
-        task.add_done_callback(self._accepted.discard)
+    def _accept(self, slot: ConnectionSlot) -> asyncio.Protocol:
+        def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.create_task(self._serve(reader, writer, slot))
+            self._accepted.add(task)
+            task.add_done_callback(self._accepted.discard)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        return _AcceptedStream(slot, begin)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slot: ConnectionSlot) -> None:
         """Let a router connect, and apply what it sends."""
         try:
             _end_without_acknowledgements(writer.get_extra_info("socket"))
             channel = await accept(self._identity, reader, writer)
+            slot.begins()  # A peer gives way to no stranger.
             self._peer_is_there.set()
             self._peer_is_there.clear()
             with contextlib.closing(channel):
@@ -679,14 +696,11 @@ class PeerExchange:
             link.changed.set()
 
     async def _tick(self) -> None:
-        names, renew_ns = self._fleet.names, 0
+        names = self._fleet.names
         while True:
             await asyncio.sleep(_TICK_S)
             now_ns = time.monotonic_ns()
             self.replica.tick(now_ns)
-            if self._tls is not None and now_ns >= renew_ns:
-                renew_ns = now_ns + _RENEW_NS
-                self._tls.renew()
             if self._fleet.names is not names:
                 names = self._fleet.names
                 self.replica.engines_changed(now_ns)

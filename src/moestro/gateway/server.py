@@ -22,6 +22,7 @@ from moestro.gateway.worker_place import WorkerPlace
 from moestro.web.banner import log_forever, print_banner
 from moestro.web.ports.connections import (
     MAX_OPERATOR_CONNECTIONS,
+    MAX_PEER_CONNECTIONS,
     MAX_PICKER_CONNECTIONS,
     Front,
     FrontLimits,
@@ -120,6 +121,8 @@ class _RouteServer:
         num_files = 2 * files_of_port(front.max_connections) + files_of_port(MAX_OPERATOR_CONNECTIONS)
         if self._open_picker is not None:
             num_files += files_of_port(MAX_PICKER_CONNECTIONS)
+        if self._settings.peers.has_peers:
+            num_files += files_of_port(MAX_PEER_CONNECTIONS)
         allow_open_files(num_files, num_engines)
         async with contextlib.AsyncExitStack() as stack:
             listener = stack.enter_context(bound_socket(front.host, front.port, is_shared=is_shared))
@@ -139,7 +142,7 @@ class _RouteServer:
             async with (
                 _running(app, urls),
                 _admin_plane(app, admin_listener, self._settings, self._lifecycle.faults),
-                _peers(app, peer_listener),
+                _peers(app, peer_listener, faults),
             ):
                 await _first_look(app)
                 await self._catch_up(app)
@@ -264,12 +267,12 @@ def _peer_name(listener: socket.socket | None) -> str | None:
 
 
 @contextlib.asynccontextmanager
-async def _peers(app: RouterApp, listener: socket.socket | None) -> AsyncIterator[None]:
+async def _peers(app: RouterApp, listener: socket.socket | None, faults: Faults) -> AsyncIterator[None]:
     """Exchange requests with other routers inside the block."""
     if app.peers is None or listener is None:
         yield
         return
-    async with app.peers.running(listener):
+    async with app.peers.running(listener, faults):
         yield
 
 

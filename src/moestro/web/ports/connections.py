@@ -29,6 +29,8 @@ SEND_BUFFER_BYTES = 256 << 10
 MAX_OPERATOR_CONNECTIONS = 256
 # Connections of the endpoint picker's port. A proxy has one for each of its threads.
 MAX_PICKER_CONNECTIONS = 1024
+# Connections of the port for other routers. Each of them has one.
+MAX_PEER_CONNECTIONS = 512
 _BACKLOG = 1024
 # Connections accepted in one turn of the loop: enough for a burst, and requests are served between two turns.
 _MAX_ACCEPTED = 64

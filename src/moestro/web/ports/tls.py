@@ -136,42 +136,41 @@ def renewal(watched: WatchedFiles, name: Path | None, read: Callable[[], T]) -> 
     return made
 
 
-class MutualTls:
+class MutualTls(ServerTls):
     """TLS between equals: each end shows a certificate of the same authorities, whichever of them connects.
 
-    Names in certificates are not compared, because an address of a name may be any of the equals.
+    Names in certificates are not compared, because an address of a name may be any of the equals. Renewed files count
+    for new connections within two seconds, and an authority that they have no more counts no more.
 
     Args:
         files: Files with a certificate and authorities.
 
     Attributes:
-        server, client: Contexts of connections that others make, and of those that this end makes.
+        client: Context of connections that this end makes; `context` is that of connections that others make.
 
     Raises:
         ConfigError: A file cannot be used; the text says which and why.
     """
 
     def __init__(self, files: CertificateFiles) -> None:
-        self._files = files
-        self._watched = WatchedFiles(files.paths)
-        self.server, self.client = self._contexts()
+        super().__init__(files, lambda: _mutual_context(files, ssl.PROTOCOL_TLS_SERVER), _SETTLED_S - 0.1)
+        self.client = _mutual_context(files, ssl.PROTOCOL_TLS_CLIENT)
 
     def renew(self) -> None:
         """Read the files again if they have changed. Files that cannot be used leave the old certificate in place."""
-        if (renewed := renewal(self._watched, self._files.certfile, self._contexts)) is not None:
-            _, self.client = renewed
-            # The open port keeps its context.
-            assert self._files.certfile is not None, "checked by the constructor"
-            self.server.load_cert_chain(self._files.certfile, self._files.keyfile, password=lambda: b"")
-            self.server.load_verify_locations(self._files.ca_certs)
+        renewed = renewal(self._watched, self._files.certfile, self._contexts)
+        self.context, self.client = renewed or (self.context, self.client)
 
     def _contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        contexts = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        for context in contexts:
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_REQUIRED
-            _load_files(context, self._files)
-        return contexts
+        return self._read(), _mutual_context(self._files, ssl.PROTOCOL_TLS_CLIENT)
+
+
+def _mutual_context(files: CertificateFiles, protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    _load_files(context, files)
+    return context
 
 
 def _load_files(context: ssl.SSLContext, files: CertificateFiles) -> None:
