@@ -300,7 +300,9 @@ class HealthWatch:
         num_missed = silence.num_missed
         silence.missed(sent_ns)
         if silence.num_missed > num_missed:
-            address.unreachable = f"{self._rules.health_path}: nothing for {(now_ns - sent_ns) * 1e-9:.1f} s"
+            # A check that failed has named a cause, such as a wrong certificate, which says more.
+            if not address.unreachable:
+                address.unreachable = f"{self._rules.health_path}: nothing for {(now_ns - sent_ns) * 1e-9:.1f} s"
             self._look(address, now_ns)
 
     def _look(self, address: EngineAddress, now_ns: int) -> None:
