@@ -379,7 +379,8 @@ def test_workers_count_each_others_requests_and_drain_together(tmp_path):
 def test_workers_end_with_the_process_that_started_them(tmp_path):
     @patient
     async def test():
-        async with started(tmp_path, FakeEngine("a")) as running:
+        async with started(tmp_path, FakeEngine("a"), flags=("--host", "0.0.0.0")) as running:
+            assert running.text.count("without --api-key") == 1, "the port is open to all, which one worker says"
             children = psutil.Process(running.process.pid).children()
             assert len(children) == NUM + 1
             running.process.kill()
@@ -450,7 +451,9 @@ def test_settings_of_workers():
 @pytest.mark.timeout(600)
 def test_limits_of_keys_count_in_all_workers(tmp_path):
     """Each worker once let a key have the whole limit."""
-    flags = ("--api-key", "k", "--max-requests-per-minute-per-key", "7", "--max-concurrent-requests-per-key", "2")
+    (tmp_path / "keys").write_text("k")
+    keys = ("--api-key-file", str(tmp_path / "keys"))
+    flags = (*keys, "--max-requests-per-minute-per-key", "7", "--max-concurrent-requests-per-key", "2")
 
     @patient
     async def test():
@@ -458,6 +461,7 @@ def test_limits_of_keys_count_in_all_workers(tmp_path):
         engine.gate = asyncio.Event()
         async with started(tmp_path, engine, flags=flags) as running, aiohttp.ClientSession() as session:
             admin = admin_url(running)
+            assert "Authorization: Bearer" in running.text, "the banner's example has a key"
             await until(_are_ready, session, admin)
             async with contextlib.AsyncExitStack() as open_answers:
                 answers = [await open_answers.enter_async_context(_chat(running)) for _ in range(5)]

@@ -183,6 +183,8 @@ class _RouteServer:
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD)
         self._lifecycle.is_serving = True
+        if self._worker is None or self._worker.number == 0:  # Workers share the port.
+            warn_if_open(listener, self._tls, needs_key=bool(app.shared.access.keys))
         if self._worker is None:
             self._announce(app, listener, admin_listener, picker_url)
         else:
@@ -203,15 +205,13 @@ class _RouteServer:
         self, app: RouterApp, listener: socket.socket, admin_listener: socket.socket, picker_url: str
     ) -> None:
         settings = self._settings
-        needs_key = bool(app.shared.access.keys)
-        warn_if_open(listener, self._tls, needs_key=needs_key)
         summary = RouteSummary(
             engines=app.engine_admin.views(),
             policy=settings.policy.route_policy,
             prompts=self._prompt_reader.words,
             url=url_of(listener, is_tls=self._tls is not None),
             admin_url=url_of(admin_listener),
-            needs_key=needs_key,
+            needs_key=bool(app.shared.access.keys),
             seconds=process_age_s(),
             picker_url=picker_url,
             peers=self._settings.peers.peer,

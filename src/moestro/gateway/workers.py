@@ -234,7 +234,7 @@ async def _announce(workers: Workers, settings: RouteSettings, place: OperatorsP
         prompts=place.prompts,
         url=f"{scheme}://{host}:{place.clients_port}",
         admin_url=url_of(place.listener),
-        needs_key=bool(settings.front.api_key),
+        needs_key=bool(settings.front.api_key or settings.access.api_key_file),
         seconds=process_age_s(),
         peers=settings.peers.peer,
         num_workers=len(place.worker_ports),
