@@ -49,6 +49,7 @@ def test_forms_of_a_file(tmp_path, text, keys):
     [
         ("", "has no key"),
         ("[]", "has no key"),
+        ("null\n", "has no key"),
         ("sk-secret: [a]", "line 1: write KEY: TENANT"),
         ("sk-secret: two words", "a tenant has letters"),
         ("'sk secret': a", "a key has printable ASCII"),

@@ -237,7 +237,7 @@ class KeyFile:
             for key in root.value:
                 yield key.start_mark.line + 1, self._scalar(key), ""
         elif isinstance(root, yaml.ScalarNode):
-            for key in root.value.split():
+            for key in self._scalar(root).split():
                 yield root.start_mark.line + 1, key, ""
 
     def _scalar(self, node: yaml.Node) -> str:
