@@ -81,6 +81,16 @@ def test_key_of_a_router_may_not_be_in_the_file(tmp_path):
         Access.of([], settings, ["r"])
 
 
+def test_key_of_a_router_may_not_come_into_the_file_later(tmp_path, caplog):
+    path, now = written(tmp_path / "keys", "k1: a"), [0.0]
+    keys = ApiKeys([], ["r"], KeyFile(path, ["r"]), now_s=lambda: now[0])
+    written(path, "k1: a\nr: b\nk2: c")
+    now[0] += 1.1
+    assert keys.find("Bearer k2", "") is None
+    assert keys.find("Bearer k1", "").tenant == "a"
+    assert "give routers keys of their own" in caplog.text
+
+
 def test_keys_of_a_tenant_are_one_client_wherever_they_come_from(tmp_path):
     text = "first-key: team-a\na2: team-a\nb1: team-b\nlone:\n"
     access = Access.of(["own"], AccessSettings(api_key_file=written(tmp_path / "keys", text)))

@@ -163,13 +163,15 @@ class KeyFile:
 
     Args:
         path: The file.
+        router_keys: Keys of routers, which may not be in the file.
 
     Raises:
         ConfigError: The file cannot be read, or is no such list. No text of the file is in the error.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, router_keys: Iterable[str] = ()) -> None:
         self._path = path
+        self._router_keys = frozenset(router_keys)
         self._watched = WatchedFiles([path])
         self._fault = ""
         self.keys: Mapping[str, str] = self._read()
@@ -217,6 +219,11 @@ class KeyFile:
             raise ConfigError(f"--api-key-file {self._path} has no key: write KEY: TENANT, or a key, on each line")
         if len(keys) > _MAX_KEYS:
             raise ConfigError(f"--api-key-file {self._path} has {len(keys)} keys, and {_MAX_KEYS} is the most")
+        if not self._router_keys.isdisjoint(keys):
+            raise ConfigError(
+                f"--api-key-file {self._path} and --router-api-key have a key in common: a client with a router's key"
+                " could take any name, so give routers keys of their own"
+            )
         return keys
 
     def _entries(self, text: bytes) -> Iterator[tuple[int, str, str]]:
@@ -258,9 +265,6 @@ class ApiKeys:
         file: Further keys of clients; None means none.
         secret: Secret of the processes that must give a key without a tenant one name. None: one of this process, whose
             keys are numbered.
-
-    Raises:
-        ConfigError: A key of a router is also one of a client in the file.
     """
 
     def __init__(
@@ -286,11 +290,6 @@ class ApiKeys:
         self._look_s = now_s() + _LOOK_S
         if file is not None:
             self._take(file.keys)
-            if self._of_file.keys() & self._routers.keys():
-                raise ConfigError(
-                    "--api-key-file and --router-api-key have a key in common: a client with a router's key could take"
-                    " any name, so give routers keys of their own"
-                )
 
     def __bool__(self) -> bool:
         return bool(self._own or self._routers or self._file is not None)
@@ -398,7 +397,7 @@ class Access:
         Raises:
             ConfigError: There are limits for each key, but no keys, or the file of keys cannot be used.
         """
-        file = None if settings.api_key_file is None else KeyFile(settings.api_key_file)
+        file = None if settings.api_key_file is None else KeyFile(settings.api_key_file, router_keys)
         keys = ApiKeys(api_keys, router_keys, file, secret=None if shared is None else shared.table.secret)
         if not keys and (settings.max_requests_per_minute_per_key or settings.max_concurrent_requests_per_key):
             raise ConfigError("limits for each key need keys: give --api-key or --api-key-file, or limit each address")
