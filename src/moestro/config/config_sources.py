@@ -228,7 +228,7 @@ def _refuse_nested(key: str, is_nested: bool, place: str) -> None:  # noqa: FBT0
         raise ConfigError(f"{place}: {key} must be one value or a list of values; there are no sections")
 
 
-SECRETS = frozenset({"api_key", "router_api_key", "engine_api_key", "admin_api_key"})
+SECRETS = frozenset({"api_key", "router_api_key", "engine_api_key", "admin_api_key", "peer_key"})
 _NOT_IN_FILES = frozenset({"config", "print-config"})
 
 
