@@ -283,6 +283,14 @@ class Resolver:
 
 
 @looped
+async def test_certificates_that_are_wrong_at_the_start_are_an_error_also_before_a_list_names_an_engine(tmp_path):
+    for flag in ("engine_ca_certs", "engine_certfile"):
+        with pytest.raises(ConfigError, match=flag.replace("_", "-")):
+            async with rig(engine_file=tmp_path / "engines", **{flag: tmp_path / "none"}):
+                pass
+
+
+@looped
 async def test_addresses_of_a_name_are_engines_and_a_failed_lookup_keeps_them():
     async with started("a") as (a,), rig(is_up=False) as it:
         resolver = Resolver("127.0.0.1", "127.0.0.2")

@@ -67,6 +67,9 @@ class EngineAdmin:
         lists: engines that there should be.
 
     A list may name an engine only later, or again: the operators' changes hold until they take them back.
+
+    Raises:
+        ConfigError: a file of certificates for engines cannot be used.
     """
 
     fleet: Fleet
@@ -83,6 +86,8 @@ class EngineAdmin:
     def __post_init__(self) -> None:
         self.fleet.is_drained = lambda engine: leave_drained(self._changes.read(), engine.name, engine.address.name)
         self.lists.removed = lambda: leave_removed(self._changes.read())
+        if self.settings.engine_ca_certs is not None or self.settings.engine_certfile is not None:
+            self._engine_tls()  # Files that cannot be used end the start: lists and operators bring engines only later.
 
     def follow(self, changes: OperatorChanges) -> None:
         """Let changes hold that the process of the admin plane writes for all workers, of which this is one."""
@@ -213,7 +218,7 @@ class EngineAdmin:
         self.watch.begin(address)
 
     def _engine_tls(self) -> EngineTls:
-        """Return the TLS of all engines, whose files are read for the first engine that needs them."""
+        """Return the TLS of all engines. The system's authorities are read for the first engine that needs them."""
         if self._tls is None:
             settings = self.settings
             self._tls = EngineTls(settings.engine_ca_certs, settings.engine_certfile, settings.engine_keyfile)
