@@ -174,6 +174,10 @@ def test_running_requests_finish_before_the_server_does_and_nothing_new_is_taken
     response = kept_alive.getresponse()
     assert (response.status, response.headers["Retry-After"]) == (503, "1")
     assert b"shutting_down" in response.read()
+    for path, status in (("/ready", 503), ("/health", 200)):
+        kept_alive.request("GET", path)
+        with kept_alive.getresponse() as response:
+            assert response.status == status
     kept_alive.close()
     with pytest.raises(ConnectionRefusedError):
         complete(server)
