@@ -75,7 +75,6 @@ def test_the_example_of_a_users_policy_routes():
         ("score = 3", "no function or class 'score'"),
         ("def other(view): pass", "no function or class 'score'"),
         ("import nothing_of_that_name", "does not run: ModuleNotFoundError"),
-        ("class score:\n  def decide(self, view, draws): raise KeyError(1)", "failed its trial: KeyError"),
         ("class score:\n  def __init__(self, x): pass", "failed its trial: TypeError"),
     ],
 )
@@ -112,7 +111,7 @@ def test_a_users_policy_that_chooses_what_is_not_there_is_refused(tmp_path):
         "  def decide(self, view, draws): return Choice(7, 0.0, 'far')\n"
         "  def observe(self, event): pass\n"
     )
-    with pytest.raises(ConfigError, match="chose engine 7 of two"):
+    with pytest.raises(ConfigError, match="chose engine 7 of 2"):
         policy_from(f"{file}:Far")
 
 
@@ -130,3 +129,71 @@ def test_what_a_users_policy_raises_in_observe_goes_no_further_than_the_log(tmp_
     two.ended("r", 1)
     two.engine_lost(1, 2)
     assert [record.message.rpartition(" ")[2] for record in caplog.records] == ["Routed", "Ended", "EngineLost"]
+
+
+CHOOSES = """
+import numpy as np
+from moestro.routing.policy_contract import Choice, Needs
+class Mine:
+  needs = NEEDS
+  def decide(self, view, draws): return ANSWER
+  def observe(self, event): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ("view.nothing", "AttributeError: 'RouteView' object has no attribute 'nothing' (mine.py, line 6)"),
+        ("None", "it answered None in place of a Choice"),
+        ("Choice(0.0, 0.0, 'first')", "it chose engine 0.0 of 2; engine must be a whole number from 0"),
+        ("Choice(-1, 0.0, 'last')", "it chose engine -1 of 2"),
+        ("Choice(0, 0.0, None)", "the reason of its choice must be a text, got None"),
+        ("Choice(0, 'low', 'first')", "score of its choice must be a number, got 'low'"),
+        ("Choice(0, 0.0, 'first', np.zeros(1))", "it returned shape (1,) for 2 engines"),
+        ("Choice(0, 0.0, 'first', detail={'a': 'b'})", "a of its choice must be a number, got 'b'"),
+    ],
+)
+def test_a_users_policy_whose_choice_would_break_the_router_is_refused(tmp_path, answer, problem):
+    (tmp_path / "mine.py").write_text(CHOOSES.replace("NEEDS", "Needs()").replace("ANSWER", answer))
+    with pytest.raises(ConfigError, match=re.escape(f"mine.py:Mine failed its trial: {problem}")):
+        policy_from(f"{tmp_path}/mine.py:Mine")
+
+
+def test_a_users_policy_states_its_needs_in_names_that_a_router_knows_and_observes(tmp_path):
+    file, first = tmp_path / "mine.py", CHOOSES.replace("ANSWER", "Choice(0, 0.0, 'first')")
+    faults = {
+        "'hits'": "its attribute needs must be a Needs of moestro.routing.policy_contract, got 'hits'",
+        "Needs(figures=('heat',))": "its needs name no figure heat; known: ",
+    }
+    for needs, problem in faults.items():
+        file.write_text(first.replace("NEEDS", needs))
+        with pytest.raises(ConfigError, match=re.escape(problem)):
+            policy_from(f"{file}:Mine")
+    file.write_text(first.replace("NEEDS", "Needs()").replace("observe", "look_on"))
+    with pytest.raises(ConfigError, match=re.escape("it has no method observe(event)")):
+        policy_from(f"{file}:Mine")
+
+
+def test_a_choice_in_numbers_of_numpy_is_a_choice(tmp_path):
+    file = tmp_path / "mine.py"
+    answer = "Choice(np.int64(1), np.float32(0.5), 'second', [2, 1])"
+    file.write_text(CHOOSES.replace("NEEDS", "Needs()").replace("ANSWER", answer))
+    decision = router(2, policy_from(f"{file}:Mine")).submit(request("r"), 0)
+    assert (type(decision.engine), decision.engine, type(decision.score), decision.score) == (int, 1, float, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("def Mine(view): return [0, 0] if len(view.engines) == 2 else None", "it returned shape () for 3 engines"),
+        ("def Mine(view): return [[0, 0][i] for i in range(len(view.engines))]", "IndexError: list index out of range"),
+        (CHOOSES.replace("ANSWER", "Choice((len(view.engines) - 2) * 9, 0.0, 'far')"), "it chose engine 9 of 3"),
+    ],
+)
+def test_a_users_policy_that_fails_after_its_trial_is_named_by_the_error(tmp_path, source, problem):
+    file = tmp_path / "mine.py"
+    file.write_text(source.replace("NEEDS", "Needs()"))
+    three = router(3, policy_from(f"{file}:Mine"))
+    with pytest.raises(ConfigError, match=re.escape(f"--route-policy {file}:Mine: {problem}")):
+        three.submit(request("r"), 0)

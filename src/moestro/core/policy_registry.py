@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import math
 import pkgutil
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -176,7 +178,7 @@ class PolicyKind(Generic[PolicyT]):
             policy = adapt(found() if isinstance(found, type) else found, text)
             self._try(policy)
         except Exception as error:
-            cause = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            cause = _cause(error).removeprefix(f"{self.flag} {text}: ")
             raise ConfigError(f"{self.flag} {text} failed its trial: {cause}") from error
         return policy
 
@@ -216,6 +218,25 @@ class PolicyKind(Generic[PolicyT]):
                 raise ConfigError(
                     f"{self.name} {name!r} has no setting {setting!r}; it has {', '.join(defaults) or 'none at all'}"
                 )
+
+
+@contextlib.contextmanager
+def errors_of(policy: str) -> Iterator[None]:
+    """Raise each error of a user's policy as a ConfigError that names the policy, and the line that raised.
+
+    Args:
+        policy: flag and text that name the policy, for messages.
+    """
+    try:
+        yield
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if isinstance(error, ConfigError) else f" ({Path(place.filename).name}, line {place.lineno})"
+        raise ConfigError(f"{policy}: {_cause(error)}{where}") from error
+
+
+def _cause(error: Exception) -> str:
+    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
 
 
 def parse_policy(kind: str, text: str) -> tuple[str, dict[str, Setting]]:

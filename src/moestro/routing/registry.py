@@ -13,14 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from moestro.core.load_figures import ROUTED_FIGURES
-from moestro.core.policy_registry import PolicyKind
+from moestro.core.policy_registry import PolicyKind, errors_of
 from moestro.core.request import Request, SamplingParams
 from moestro.core.rng import Draws
 from moestro.core.views import EngineTable
 from moestro.errors import ConfigError
-from moestro.routing.policy_contract import Needs, RouteEvent, RouteInputs, RoutePolicy, RouteView
+from moestro.routing.policy_contract import Choice, Needs, RouteEvent, RouteInputs, RoutePolicy, RouteView
 from moestro.routing.scoring import (
     FIGURES_OF,
     HIT_INDICATORS,
@@ -202,30 +203,80 @@ def _try_once(policy: RoutePolicy) -> None:
     """Let a policy decide between two engines without reports, to find errors before serving.
 
     Raises:
-        ConfigError: the policy chose an engine that does not exist. Exceptions of the policy itself propagate.
+        ConfigError: the answer is no choice. Exceptions of the policy itself propagate.
     """
     request = Request(request_id="trial", num_prompt_tokens=1, sampling=SamplingParams(), arrival_ns=0)
     view = RouteView(request, EngineTable.blank(2), np.zeros(2), 16, 0, 0)
-    engine = policy.decide(view, Draws(0, 0)).engine
-    if engine not in (0, 1):
-        raise ConfigError(f"it chose engine {engine!r} of two")
-    assert policy.needs is not None
-    assert callable(policy.observe)
+    _checked_choice(policy.decide(view, Draws(0, 0)), view)
+
+
+def _checked_choice(choice: object, view: RouteView) -> Choice:
+    """Return the answer of `decide` with numbers of Python and arrays where the contract has them.
+
+    Raises:
+        ConfigError: the answer breaks the contract.
+    """
+    num_engines = len(view.engines)
+    if not isinstance(choice, Choice):
+        raise ConfigError(f"it answered {choice!r} in place of a Choice")
+    engine, reason = choice.engine, choice.reason
+    if not isinstance(engine, int | np.integer) or not 0 <= engine < num_engines:
+        raise ConfigError(f"it chose engine {engine!r} of {num_engines}; engine must be a whole number from 0")
+    if not view.engines.routable[engine]:
+        raise ConfigError(f"it chose engine {engine}, which is not routable")
+    if not isinstance(reason, str):
+        raise ConfigError(f"the reason of its choice must be a text, got {reason!r}")
+    figures = {"score": choice.score, **choice.detail}
+    for name, value in figures.items():
+        if not isinstance(value, int | float | np.integer | np.floating):
+            raise ConfigError(f"{name} of its choice must be a number, got {value!r}")
+    scores = None if choice.scores is None else _one_each(choice.scores, num_engines)
+    return replace(choice, engine=int(engine), score=float(choice.score), scores=scores)
+
+
+def _one_each(scores: object, num_engines: int) -> Scores:
+    """Return scores as an array.
+
+    Raises:
+        ConfigError: they are not one number per engine.
+    """
+    column = np.asarray(scores, np.float64)
+    if column.shape != (num_engines,):
+        raise ConfigError(f"it returned shape {column.shape} for {num_engines} engines")
+    return column
+
+
+def _check_contract(policy: Any) -> None:
+    """Check what a user's policy states beside its decisions.
+
+    Raises:
+        ConfigError: `observe` is missing, or `needs` names no sources that a router knows.
+    """
+    if not callable(getattr(policy, "observe", None)):
+        raise ConfigError("it has no method observe(event); one without state has a method that does nothing")
+    needs = getattr(policy, "needs", None)
+    if not isinstance(needs, Needs):
+        raise ConfigError(f"its attribute needs must be a Needs of moestro.routing.policy_contract, got {needs!r}")
+    unknown = sorted({*needs.figures, *needs.required} - {*ROUTED_FIGURES})
+    if unknown:
+        raise ConfigError(f"its needs name no figure {', '.join(unknown)}; known: {', '.join(ROUTED_FIGURES)}")
 
 
 def _adapt(found: Any, text: str) -> RoutePolicy:
     """Make a policy of an object in a user's file.
 
     An object with `decide` is a `RoutePolicy`. A function is a score: it takes a `RouteView` and returns float64[n],
-    lower is better. Exceptions of `observe` are logged; those of `decide` reach the caller.
+    lower is better. Exceptions of `observe` are logged; those of `decide` reach the caller, with the policy's name.
     """
+    named = f"{ROUTE_POLICIES.flag} {text}"
     if hasattr(found, "decide"):
-        return _Guarded(found, f"{ROUTE_POLICIES.flag} {text}")
-    return Scored(_checked(found), text.partition(":")[2], _ANYTHING)
+        _check_contract(found)
+        return _Guarded(found, named)
+    return Scored(_checked(found, named), text.partition(":")[2], _ANYTHING)
 
 
 class _Guarded:
-    """A policy of a user's file, whose errors in `observe` are only logged.
+    """A policy of a user's file, whose choices are checked, and whose errors in `observe` are only logged.
 
     Observed events have already happened, and the router serves their requests and engines in any case.
     """
@@ -233,12 +284,16 @@ class _Guarded:
     def __init__(self, policy: RoutePolicy, text: str) -> None:
         self._policy = policy
         self._text = text
-        self.decide = policy.decide
 
     @property
     def needs(self) -> Needs:
         """Inputs that the user's policy reads."""
         return self._policy.needs
+
+    def decide(self, view: RouteView, draws: Draws) -> Choice:
+        """Let the user's policy choose. Its errors, and an answer that is no choice, are ConfigErrors."""
+        with errors_of(self._text):
+            return _checked_choice(self._policy.decide(view, draws), view)
 
     def observe(self, event: RouteEvent) -> None:
         """Pass the event to the user's policy, and log its exceptions."""
@@ -248,14 +303,12 @@ class _Guarded:
             logger.exception("%s: observe failed on %s", self._text, type(event).__name__)
 
 
-def _checked(score: Callable[[RouteView], Any]) -> Callable[[RouteView], Any]:
-    """Wrap `score` so that a result other than one number per engine raises ConfigError."""
+def _checked(score: Callable[[RouteView], Any], text: str) -> Callable[[RouteView], Scores]:
+    """Wrap `score` so that its errors, and a result other than one number per engine, are ConfigErrors."""
 
-    def checked(view: RouteView) -> Any:
-        scores = np.asarray(score(view), np.float64)
-        if scores.shape != (len(view.engines),):
-            raise ConfigError(f"it returned shape {scores.shape} for {len(view.engines)} engines")
-        return scores
+    def checked(view: RouteView) -> Scores:
+        with errors_of(text):
+            return _one_each(score(view), len(view.engines))
 
     return checked
 
