@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moestro.core.clock import NS_PER_S
-from moestro.core.policy_registry import PolicyKind
+from moestro.core.policy_registry import PolicyKind, errors_of
 from moestro.core.views import BE, LS, BatchLimits, BatchView, EvictView, OrderPolicy, ShareView, Victim
 from moestro.errors import ConfigError
 
@@ -78,19 +78,35 @@ class UserEviction:
 
     Attributes:
         choose: (view) -> the sequence to evict.
+        name: flag and text that name the policy, for messages.
         makes_way: attribute of that name of the object; a function has none.
     """
 
     choose: Callable[[EvictView], Victim]
+    name: str
     makes_way: bool
 
     def __call__(self, view: EvictView) -> Victim:
-        """The sequence to evict."""
-        return self.choose(view)
+        """The sequence to evict. Its errors, and an answer that is no row of the view, are ConfigErrors."""
+        with errors_of(self.name):
+            return _checked_victim(self.choose(view), len(view.order_rank))
 
 
-def _adapt_eviction(found: Any, _text: str) -> EvictPolicy:
-    return UserEviction(found, makes_way=bool(getattr(found, "makes_way", False)))
+def _checked_victim(answer: Any, num_rows: int) -> Victim:
+    """The answer of an evict policy, with numbers of Python.
+
+    Raises:
+        ConfigError: the answer is no victim among the rows.
+    """
+    is_victim = isinstance(answer, Victim) and isinstance(answer.row, int | np.integer) and 0 <= answer.row < num_rows
+    if not is_victim:
+        raise ConfigError(f"it answered {answer!r} for {num_rows} rows: a Victim of row 0 to {num_rows - 1} is wanted")
+    return Victim(int(answer.row), bool(answer.keeps))
+
+
+def _adapt_eviction(found: Any, text: str) -> EvictPolicy:
+    name = f"{EVICT_POLICIES.flag} {text}"
+    return UserEviction(found, name, makes_way=bool(getattr(found, "makes_way", False)))
 
 
 def _try_eviction(policy: EvictPolicy) -> None:
@@ -99,9 +115,8 @@ def _try_eviction(policy: EvictPolicy) -> None:
     Raises:
         ConfigError: the answer is no victim among the two. What the policy itself raises goes on.
     """
-    answer = policy(EvictView(np.array([1, 0]), np.array([64, 32], np.int32), np.array([BE, LS], np.uint8), 128))
-    if not isinstance(answer, Victim) or answer.row not in (0, 1):
-        raise ConfigError(f"it answered {answer!r} for two rows: a Victim of row 0 or 1 is wanted")
+    view = EvictView(np.array([1, 0]), np.array([64, 32], np.int32), np.array([BE, LS], np.uint8), 128)
+    _checked_victim(policy(view), len(view.order_rank))
 
 
 ORDER_POLICIES: PolicyKind[OrderPolicy] = PolicyKind(

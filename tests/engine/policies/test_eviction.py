@@ -59,7 +59,8 @@ def test_a_file_may_have_a_function_or_a_class(tmp_path, text, makes_way):
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
-        ("def mine(view):\n    return 1", "a Victim of row 0 or 1 is wanted"),
+        ("def mine(view):\n    return 1", "it answered 1 for 2 rows: a Victim of row 0 to 1 is wanted"),
+        ("from moestro.core.views import Victim\ndef mine(view):\n    return Victim(0.0)", "a Victim of row 0 to 1"),
         ("def mine(view):\n    return view.nothing", "AttributeError"),
         ("mine = 3", "has no function or class 'mine'"),
         ("import nothing_at_all", "does not run: ModuleNotFoundError"),
@@ -69,3 +70,28 @@ def test_a_file_that_cannot_work_is_refused_with_the_cause(tmp_path, text, cause
     (tmp_path / "own.py").write_text(text + "\n")
     with pytest.raises(ConfigError, match=cause):
         EVICT_POLICIES.make(f"{tmp_path}/own.py:mine")
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        ("None", r"it answered None for 3 rows: a Victim of row 0 to 2 is wanted"),
+        ("Victim(-1)", r"it answered Victim\(row=-1, keeps=True\) for 3 rows"),
+        ("Victim(3)", r"it answered Victim\(row=3, keeps=True\) for 3 rows"),
+        ("view.nothing", r"AttributeError: .*\(own.py, line 3\)"),
+    ],
+)
+def test_a_policy_of_a_file_that_fails_later_is_named_by_the_error(tmp_path, answer, cause):
+    head = "from moestro.core.views import Victim\ndef mine(view):\n"
+    (tmp_path / "own.py").write_text(f"{head}    return Victim(0) if len(view.order_rank) == 2 else {answer}\n")
+    policy = EVICT_POLICIES.make(f"{tmp_path}/own.py:mine")
+    with pytest.raises(ConfigError, match=f"--evict-policy {tmp_path}/own.py:mine: {cause}"):
+        policy(view_of([0, 1, 2], [5, 6, 7], [LS, BE, BE]))
+
+
+def test_a_row_may_be_a_number_of_numpy(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from moestro.core.views import Victim\ndef mine(view):\n    return Victim(view.order_rank.argmax())\n"
+    )
+    victim = EVICT_POLICIES.make(f"{tmp_path}/own.py:mine")(view_of([0, 1], [5, 6], [LS, BE]))
+    assert (victim, type(victim.row)) == (Victim(1), int)
