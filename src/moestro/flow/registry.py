@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from moestro.core.clock import to_ns
-from moestro.core.policy_registry import PolicyKind
+from moestro.core.policy_registry import PolicyKind, errors_of
 from moestro.core.views import (
     ATTENTION,
     EMPTY_QUEUE_NS,
+    EVERY_EXPERT,
     LS,
     NUM_CLASSES,
     QueueTable,
     Run,
-    StepFunction,
     StepPolicy,
     Wait,
 )
@@ -61,10 +63,44 @@ def _one_token_waits() -> QueueTable:
     return QueueTable(n, oldest_ns, passed_ns, n > 0, none, 1, none)
 
 
-def _adapt(found: Any, _text: str) -> StepPolicy:
-    """Make a step policy of a user's function or object; one that does not say `overlaps_prefill` does not overlap."""
-    policy: StepPolicy = found if hasattr(found, "overlaps_prefill") else StepFunction(found)
-    return policy
+@dataclass(frozen=True, slots=True)
+class UserStep:
+    """The step policy of a user's file: a function, or an object that can be called.
+
+    Attributes:
+        choose: (view, now_ns) -> what runs next.
+        name: flag and text that name the policy, for messages.
+    """
+
+    choose: Callable[[QueueTable, int], Run | Wait]
+    name: str
+
+    @property
+    def overlaps_prefill(self) -> bool:
+        """Attribute of that name of the object; a function has none and does not overlap."""
+        return bool(getattr(self.choose, "overlaps_prefill", False))
+
+    def __call__(self, view: QueueTable, now_ns: int) -> Run | Wait:
+        """Choose what runs next. The policy's errors, and an answer that names no queue, are ConfigErrors."""
+        with errors_of(self.name):
+            answer = self.choose(view, now_ns)
+            if not isinstance(answer, Wait) and not _names_queue(answer, view):
+                raise ConfigError(
+                    f"it answered {answer!r}: a Wait, or a Run of the view's layers and groups, is wanted"
+                )
+        return answer
+
+
+def _names_queue(answer: Any, view: QueueTable) -> bool:
+    """Return whether an answer is a `Run` of a layer and group that the view has."""
+    if not isinstance(answer, Run) or not all(isinstance(n, int | np.integer) for n in (answer.layer, answer.group)):
+        return False
+    _, num_layers, num_groups = view.n.shape
+    return bool(0 <= answer.layer < num_layers and EVERY_EXPERT <= answer.group < num_groups)
+
+
+def _adapt(found: Any, text: str) -> StepPolicy:
+    return UserStep(found, f"{STEP_POLICIES.flag} {text}")
 
 
 STEP_POLICIES: PolicyKind[StepPolicy] = PolicyKind(

@@ -9,7 +9,7 @@ import pytest
 from moestro.config.user_files import accept_user_code
 from moestro.errors import ConfigError
 from moestro.flow.policies.qllm import ExpertLevelPreemption
-from moestro.flow.registry import make_step_policy
+from moestro.flow.registry import _one_token_waits, make_step_policy
 
 accept_user_code()
 
@@ -21,6 +21,13 @@ class Plain:
 ready = Plain()
 def elsewhere(view, now_ns):
     return in_order(view, now_ns).__class__(1, 0, 1, (0, 1))
+def half(view, now_ns):
+    return in_order(view, now_ns).__class__(0.0, 0, 1, (0, 1))
+def far(view, now_ns):
+    answer = in_order(view, now_ns)
+    return answer if now_ns == 0 else answer.__class__(9, 0, 1, (0, 1))
+class Overlapping(Plain):
+    overlaps_prefill = True
 def broken(view, now_ns):
     return view.missing
 """
@@ -42,6 +49,7 @@ def test_a_class_or_an_object_of_a_file_is_a_step_policy(file, name):
     ("name", "why"),
     [
         ("elsewhere", "where one token waits for the attention of layer 0"),
+        ("half", r"it answered Run\(layer=0.0, .*a Run of the view's layers and groups, is wanted"),
         ("broken", "failed its trial: AttributeError"),
         ("nothing", "has no function or class 'nothing'"),
     ],
@@ -49,6 +57,17 @@ def test_a_class_or_an_object_of_a_file_is_a_step_policy(file, name):
 def test_one_that_fails_its_trial_is_refused(file, name, why):
     with pytest.raises(ConfigError, match=why):
         make_step_policy(f"{file}:{name}", 1)
+
+
+def test_one_that_fails_after_its_trial_is_named_by_the_error(file):
+    policy = make_step_policy(f"{file}:far", 1)
+    with pytest.raises(ConfigError, match=rf"--step-policy {file}:far: it answered Run\(layer=9, "):
+        policy(_one_token_waits(), 1)
+
+
+def test_one_may_say_that_decodes_overlap_prompts(file):
+    assert make_step_policy(f"{file}:Overlapping", 1).overlaps_prefill
+    assert not make_step_policy(f"{file}:Plain", 1).overlaps_prefill
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
