@@ -182,7 +182,7 @@ USES = [{"type": "text", "text": "I look."}, {"type": "tool_use", "id": "t"}]
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 1_000_000}]}, "This model's maximum context length"),
         ({"messages": [*MESSAGES, {"role": "assistant", "content": USES}]}, "messages[1].content[1].name"),
-        ({"stop_sequences": list("abcde")}, "stop_sequences"),
+        ({"stop_sequences": list("abcde") * 13}, "stop_sequences"),
         ({"metadata": {"user_id": "x" * 2000}}, "metadata.user_id"),
         ({"tools": [{"name": ""}]}, "tools[0].name"),
         ({"tools": [{"name": "f"}, {"name": "g", "input_schema": 5}]}, "tools[1].input_schema"),

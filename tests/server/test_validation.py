@@ -61,7 +61,7 @@ def test_a_body_that_is_no_request_is_refused(body, code):
         *[("top_p", value) for value in (0, 1.1, -1)],
         *[("top_k", value) for value in (-5, 1.5, 2**40)],
         *[("seed", value) for value in (2**63, -(2**63) - 1, "1", 1.5)],
-        *[("stop", value) for value in ("", [""], ["a"] * 5, 1, [1], ["a" * 1025])],
+        *[("stop", value) for value in ("", [""], ["a"] * 65, 1, [1], ["a" * 1025])],
         *[("stop_token_ids", value) for value in ("a", [1.5], list(range(2000)))],
         *[("n", value) for value in (0, 129, 16384, 2**31, 1.5)],
         *[("best_of", value) for value in (0, 2)],
@@ -344,6 +344,13 @@ def test_values_mean_what_they_mean_elsewhere():
     assert chat(max_tokens=5, max_completion_tokens=7).options.max_tokens == 7
     options = completion(stream=True, stream_options={"include_usage": True, "whatever": 1}).options
     assert (options.include_usage, options.continuous_usage) == (True, False)
+
+
+def test_an_editor_may_send_dozens_of_stop_strings():
+    stops = [f"stop {i}" for i in range(65)]
+    assert completion(stop=stops[:64]).options.stop == tuple(stops[:64])
+    with pytest.raises(RequestError, match="stop may hold 64 strings at most, got 65"):
+        completion(stop=stops)
 
 
 def test_text_parts_of_a_message_are_joined_by_lines():

@@ -30,7 +30,7 @@ from moestro.web.adapters.field_places import FieldPlaces
 
 MAX_PROMPTS = 1024
 MAX_PROMPT_IDS = 1 << 20  # Token ids in all prompts of a request, unless one prompt may be longer; decoded in 50 ms.
-MAX_STOPS = 4
+MAX_STOPS = 64  # vLLM has no limit, and editors send dozens; each costs up to 2 µs a token.
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_SALT_CHARS = 1024

@@ -21,7 +21,7 @@ from moestro.text.parsing.output_parser import (
 
 # Finds stop strings, wherever token borders fall.
 
-_KEPT_TABLES = 64  # stop strings whose tables are kept for further choices of the same request; some kB each
+_KEPT_TABLES = 256  # stop strings whose tables are kept for further choices of the same request; some kB each
 
 
 class StopFinder:
