@@ -181,3 +181,24 @@ def test_keys_of_a_tool_that_is_left_out_have_no_names_of_their_own(place):
     body["tools"] = [*body["tools"], {"type": "web_search", "external_web_access": True, "filters": {}}]
     reply = call(place, "POST", "/v1/responses", body)
     assert (reply.status, ignored(reply)) == (200, ["tools[2] (web_search)"]), reply.body
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            "/v1/messages",
+            {"max_tokens": 2, "system": [{"type": "text", "text": None}], "messages": [USER]},
+            "system[0]",
+        ),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0]"),
+    ],
+)
+def test_the_error_of_a_text_part_without_a_text_names_what_it_lacks(place, path, body, name):
+    reply = call(place, "POST", path, body)
+    assert (reply.status, reply.json["error"]["message"]) == (400, f"{name}.text is missing; send a text.")

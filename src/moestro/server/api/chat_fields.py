@@ -499,6 +499,8 @@ def _text(place: str, parts: list[ContentPart]) -> str:
         text = {"text": part.text, "refusal": part.refusal}.get(part.type)
         if text is None:
             where = f"{place}.content[{i}]"
+            if part.type in ("text", "refusal"):
+                raise invalid(f"{where}.{part.type}", "is missing; send a text")
             raise RequestError(f"{where}: only parts of type text are supported, got {shown(part.type)}.", param=where)
         texts.append(text)
     return "\n".join(texts)

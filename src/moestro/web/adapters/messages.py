@@ -316,6 +316,9 @@ def _block_text(place: str, block: Block) -> str:
     match block:
         case Block(type="text", text=str(text)):
             return text
+        case Block(type="text"):
+            param = f"{place}.text"
+            raise RequestError(f"{param} is missing; send a text.", param=param, code="invalid_value")
         case Block(type="document", source=DocumentSource() as source):
             return _lines(block.title, block.context, _document(f"{place}.source", source))
         case Block(type="search_result", source=str(origin)):

@@ -475,7 +475,10 @@ def _text(place: str, content: str | list[InputPart] | None) -> str:
         raise RequestError(f"{place} is missing; send a text.", param=place, code="invalid_value")
     texts = []
     for i, part in enumerate(_parts(content)):
-        text = part.refusal if part.type == "refusal" else part.text
+        key = "refusal" if part.type == "refusal" else "text"
+        text = getattr(part, key)
+        if text is None and part.type.endswith(key):  # input_text, output_text, summary_text ...
+            raise invalid(f"{place}[{i}].{key}", "is missing; send a text")
         if text is None:
             raise unsupported(f"{place}[{i}]", f"only text is supported, got a part of type {shown(part.type)}")
         texts.append(text)
