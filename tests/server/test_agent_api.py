@@ -218,6 +218,8 @@ def test_a_refused_field_of_a_count_is_named(fake):
         ({"input": [*MESSAGES, {"type": "function_call", "call_id": "c"}]}, "input[1].name"),
         ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name"),
         ({"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools[0].parameters"),
+        ({"tools": [{"type": None, "name": "f"}]}, "tools[0].type"),
+        ({"tools": [{"name": "f"}]}, "tools[0].type"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"verbosity": "verbose"}}, "text.verbosity"),

@@ -24,7 +24,6 @@ from moestro.server.api.protocol import (
     StructuredOutputs,
     ToolField,
 )
-from moestro.server.api.request_fields import wrong_type
 from moestro.text.chats.chat_format import NO_TOOLS, ToolUse
 from moestro.text.chats.chat_template import EFFORTS, calls_for_templates
 from moestro.text.parsing.answer_grammars import enforced_arguments, enforced_schema
@@ -32,6 +31,7 @@ from moestro.text.parsing.output_parser import ToolSpec
 from moestro.text.parsing.parser_input import NAME_LIMIT
 from moestro.text.thread_pool import PrepareThreads
 from moestro.text.tokenizer import TemplateOptions
+from moestro.web.adapters.field_places import wrong_type
 
 MAX_GRAMMAR_BYTES = 128 << 10  # A schema of a hundred tools has half of it.
 MAX_GRAMMAR_CHOICES = 4096

@@ -34,6 +34,7 @@ from moestro.server.api.protocol import (
     ToolChoiceField,
     ToolField,
 )
+from moestro.web.adapters.field_places import wrong_type
 
 Neutral = Mapping[str, tuple[object, ...]]  # Field -> values that request nothing; null is always one of them.
 
@@ -322,11 +323,9 @@ Fields = TypeVar("Fields", bound=msgspec.Struct)
 Check = Callable[[memoryview], None]
 
 _decode_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_MISSING = re.compile(r"Object missing required field `(\w+)`")
 _NOT_QUOTABLE = re.compile(r"[^\x20\x21\x23-\x5b\x5d-\x7e]")
 _MAX_NAMED = 16  # Unknown fields in a warning.
 _MAX_NAME_CHARS = 100  # A longer place keeps both ends: the field, and the key below it.
-_PLACE = re.compile(r"(.*) - at `\$\.?(.*)`$", re.DOTALL)
 
 
 class Decoded(NamedTuple, Generic[Fields]):
@@ -443,25 +442,6 @@ def _too_deep() -> RequestError:
 
 def _not_json(cause: str) -> RequestError:
     return RequestError(f"The request body is not valid JSON: {shown(cause)}.", code="invalid_json")
-
-
-def wrong_type(error: msgspec.ValidationError, place: str = "") -> RequestError:
-    """Return the refusal for a field of a wrong type, with the field's place as `param`.
-
-    Args:
-        place: Place of the decoded value in the body; empty for the body itself.
-    """
-    message = str(error)
-    if match := _PLACE.match(message):
-        message, place = match[1], _joined(place, match[2])
-    if missing := _MISSING.search(message):
-        message, place = "this field is required and is missing", _joined(place, missing[1])
-    named = f"{shown(place)}: " if place else "Request body: "
-    return RequestError(f"{named}{message}.", param=place or None, code="invalid_type")
-
-
-def _joined(place: str, inner: str) -> str:
-    return f"{place}.{inner}" if place and inner and not inner.startswith("[") else place + inner
 
 
 def named(unknown: Sequence[str]) -> tuple[str, ...]:

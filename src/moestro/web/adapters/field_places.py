@@ -1,15 +1,39 @@
-"""Maps places in a chat's body to the places in the client's body that they were translated from."""
+"""Names the fields at fault in a client's body, and maps places in a chat's body to those that they come from."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moestro.errors import RequestError
+import msgspec
+
+from moestro.errors import RequestError, shown
 
 _BORDERS = ("", ".", "[")  # What follows a place in the places inside of it.
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_PLACE = re.compile(r"(.*) - at `\$\.?(.*)`$", re.DOTALL)
+
+
+def wrong_type(error: msgspec.ValidationError, place: str = "") -> RequestError:
+    """Return the refusal for a field of a wrong type, with the field's place as `param`.
+
+    Args:
+        place: Place of the decoded value in the body; empty for the body itself.
+    """
+    message = str(error)
+    if match := _PLACE.match(message):
+        message, place = match[1], _joined(place, match[2])
+    if missing := _MISSING.search(message):
+        message, place = "this field is required and is missing", _joined(place, missing[1])
+    named = f"{shown(place)}: " if place else "Request body: "
+    return RequestError(f"{named}{message}.", param=place or None, code="invalid_type")
+
+
+def _joined(place: str, inner: str) -> str:
+    return f"{place}.{inner}" if place and inner and not inner.startswith("[") else place + inner
 
 
 class FieldPlaces:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from moestro.errors import RequestError, shown
-from moestro.web.adapters.field_places import FieldPlaces, TranslatedChat
+from moestro.web.adapters.field_places import FieldPlaces, TranslatedChat, wrong_type
 
 # Tools of OpenAI's `/v1/responses`, offered as functions of a chat, and the calls of these functions translated back.
 #
@@ -384,7 +384,7 @@ def _offered(fields: ResponsesFields, places: FieldPlaces) -> OfferedTools:
         try:
             offered.offer(f"tools[{i}]", _decode_tool(tool))
         except msgspec.ValidationError as error:
-            raise RequestError(f"tools[{i}]: {error}.", param=f"tools[{i}]", code="invalid_type") from None
+            raise wrong_type(error, f"tools[{i}]") from None
     return offered
 
 
