@@ -11,7 +11,9 @@ from moestro.cli import main
 from moestro.config.config_sources import settings_in
 from moestro.config.serve_settings import ServeSettings
 from moestro.config.vllm_flags import VLLM_FLAGS, flag_named, without_vllm_flags
+from moestro.engine.registry import BATCH_POLICIES, EVICT_POLICIES, ORDER_POLICIES, SHARE_POLICIES
 from moestro.errors import ConfigError
+from moestro.routing.registry import ROUTE_POLICIES
 
 
 def test_no_flag_of_moestro_is_taken_for_one_of_vllm():
@@ -27,6 +29,13 @@ def test_remedies_name_flags_that_exist():
         named = {word.strip(",;.") for word in flag.text.split() if word.startswith("--")}
         assert named <= own, f"{name}: {named - own}"
         assert not flag.text.endswith("."), name
+
+
+def test_remedies_offer_a_users_file_only_to_flags_that_take_one():
+    kinds = (ROUTE_POLICIES, ORDER_POLICIES, BATCH_POLICIES, EVICT_POLICIES, SHARE_POLICIES)
+    takes = {kind.flag: kind.adapt is not None for kind in kinds}
+    offered = [flag.text.split()[0] for flag in VLLM_FLAGS.values() if "FILE.py" in flag.text]
+    assert all(takes[name] for name in offered)
 
 
 @pytest.mark.parametrize(

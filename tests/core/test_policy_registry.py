@@ -91,8 +91,8 @@ def test_a_name_belongs_to_one_definition():
 
 def test_a_users_file_is_read_only_where_the_kind_and_the_process_accept_it(monkeypatch):
     monkeypatch.setattr(PolicyKind, "read_user_code", None)
-    with pytest.raises(ConfigError, match=r"unknown greeting 'mine\.py'; known: plain, twice"):
-        make_kind().make("mine.py")
+    with pytest.raises(ConfigError, match=r"--greeting mine\.py:Mine: it takes no policy from a file; known: pla"):
+        make_kind().make("mine.py:Mine")
     kind = make_kind(adapt=lambda found, text: found)
     with pytest.raises(ConfigError, match=r"--greeting mine\.py:Mine: this process reads no users' files"):
         kind.make("mine.py:Mine")

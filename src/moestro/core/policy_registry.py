@@ -115,7 +115,11 @@ class PolicyKind(Generic[PolicyT]):
         Raises:
             ConfigError: no policy, or no setting of it, has that name; a value is not allowed; or the trial fails.
         """
-        if self.adapt is not None and text.partition(":")[0].endswith(".py"):
+        if text.partition(":")[0].endswith(".py"):
+            if self.adapt is None:
+                raise ConfigError(
+                    f"{self.flag} {text}: it takes no policy from a file; known: {', '.join(self.names())}"
+                )
             return self._make_from_file(text, self.adapt)
         name, settings = parse_policy(self.name, text)
         entry = self.entries().get(name)
