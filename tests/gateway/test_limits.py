@@ -100,6 +100,18 @@ async def test_a_body_has_a_bound_which_is_known_before_it_is_read(is_chunked):
         assert (await it.call(body=b"x" * 10_000)).status == 200
 
 
+@pytest.mark.parametrize("given", [None, "mine"])
+@looped
+async def test_a_refusal_before_the_body_has_the_requests_id(given):
+    async with rig(FakeEngine("e"), max_body_bytes=10_000) as it:
+        caller = await it.caller()
+        own = "" if given is None else f"X-Request-Id: {given}\r\n"
+        caller.send(f"POST /v1/messages HTTP/1.1\r\nHost: x\r\n{own}Content-Length: 10001\r\n\r\n".encode())
+        answer = await caller.answer()
+        assert (answer.status, answer.json["request_id"]) == (413, answer.headers["x-request-id"])
+        assert answer.headers["x-request-id"].startswith(given or "req-")
+
+
 @looped
 async def test_a_body_that_is_too_large_is_refused_before_100_continue():
     async with rig(FakeEngine("e"), max_body_bytes=10_000) as it:

@@ -324,11 +324,13 @@ class Proxy:
         """Return the name under which a client's bodies count together."""
         return self._admission.client_of(head, address)
 
-    def refused(self, error: RequestError, address: str) -> None:
+    def refused(self, incoming: Incoming, error: RequestError, address: str) -> bytes:
         """Count a request that is refused before it is complete, and log the refusal at a bounded rate."""
+        incoming.request_id = self._admission.request_id(incoming.head)
         code = error.code or error.error_type
         self._shared.counts.refusals.add(error)
         self._log.info(code, f"a request from {address} is refused with {error.http_status}: {error.message}")
+        return _id_line(incoming)
 
     def handle(self, client: ClientConnection, incoming: Incoming) -> Answering | None:
         """Answer the request now and return None, or return the exchange that will answer it."""

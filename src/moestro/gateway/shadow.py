@@ -459,7 +459,7 @@ class ShadowProxy(Proxy):
         try:
             request, model = await self._admission.read_on_thread(incoming, max_bytes)
         except RequestError as error:
-            self.refused(error, incoming.client)
+            self.refused(incoming, error, incoming.client)
         except Exception as error:
             self._shared.faults.bug("a copy could not be read", error)
         else:

@@ -293,8 +293,12 @@ class ClientHandler(Protocol):
     def client_of(self, head: RequestHead, address: str) -> Hashable:
         """Return the name of a request's client."""
 
-    def refused(self, error: RequestError, address: str) -> None:
-        """Count a request from `address` that is refused before it is complete."""
+    def refused(self, incoming: Incoming, error: RequestError, address: str) -> bytes:
+        """Count a request that is refused before it is complete, and give it an id.
+
+        Returns:
+            Further lines for the head of the refusal.
+        """
 
     def handle(self, client: ClientConnection, incoming: Incoming) -> Answering | None:
         """Answer now, or return the object that will answer later through `client`."""
@@ -643,10 +647,9 @@ class ClientConnection(asyncio.Protocol):
         self._reader.release_all()
         if (fault := _FAULTS.get(error.code or "")) is not None:
             self._count(fault)
-        self._handler.refused(error, self._reader.address)
         self._current = Incoming(self._reader.head, b"")
         self._is_chunked, self._is_last, self._is_lingering = False, True, True
-        self.refuse(error)
+        self.refuse(error, self._handler.refused(self._current, error, self._reader.address))
 
     def _count(self, fault: Fault) -> None:
         self._clients.faults.count(Port.CLIENTS, fault)
