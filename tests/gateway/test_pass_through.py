@@ -257,15 +257,41 @@ async def test_head_is_answered_with_a_head():
 
 
 @looped
-async def test_an_upgrade_is_refused_and_its_body_is_never_taken_for_a_request():
+async def test_an_upgrade_to_websockets_is_refused_and_its_body_is_never_taken_for_a_request():
     engine = FakeEngine("e", echo)
     async with rig(engine) as it:
         caller = await it.caller()
-        caller.ask(body=request_bytes("/v1/smuggled"), Connection="Upgrade", Upgrade="h2c")
+        caller.ask(body=request_bytes("/v1/smuggled"), Connection="Upgrade", Upgrade="WebSocket")
         answer = await caller.answer()
         assert (answer.status, answer.code) == (501, "upgrade_not_supported")
         assert await caller.is_closed()
         assert not engine.received
+
+
+JAVA = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2_Settings": "AAEAAEAA"}
+
+
+@pytest.mark.parametrize("size", [1, 60, 1 << 20])
+@looped
+async def test_another_upgrade_is_ignored_in_any_split_and_the_body_is_a_body(size):
+    """Java's HTTP client offers HTTP/2 with each request on a connection without TLS."""
+    engine = FakeEngine("e", echo)
+    async with rig(engine) as it:
+        caller = await it.caller()
+        inner = request_bytes("/v1/smuggled")
+        sent = b"".join([
+            request_bytes("/v1/completions", inner, **JAVA),
+            request_bytes("/version", method="GET", **JAVA),
+            request_bytes("/v1/completions", b"{}", Connection="Upgrade", Upgrade="h2c", X_Own="1"),
+        ])  # fmt: skip
+        for begin in range(0, len(sent), size):
+            caller.send(sent[begin : begin + size])
+            await asyncio.sleep(0)
+        answers = [await caller.answer() for _ in range(3)]
+        assert [answer.status for answer in answers] == [200, 200, 200]
+        assert [request.body for request in engine.received] == [inner, b"{}"]
+        assert not any(request.header(name) for request in engine.received for name in ("upgrade", "http2-settings"))
+        assert engine.received[1].header("x-own") == "1"
 
 
 @looped

@@ -117,6 +117,7 @@ class RequestReader:
         self._target = b""
         self._body: bytes | bytearray = b""  # A single piece is kept as received.
         self._first_read = b""  # First read of the current request, if the request began it.
+        self._plain_head = b""  # Head of the current request without its `Upgrade`, which is read in its place.
         self._hold: BodyHold | None = None  # Of the body being read; None while it is small.
         self._holds: set[BodyHold] = set()  # Of all bodies of this connection.
         self._framing = FramingCount()
@@ -151,9 +152,7 @@ class RequestReader:
         self._first_read = data if is_one_read and self.is_between else b""
         self._framing.read(len(data))
         try:
-            self._parser.feed_data(data)
-        except HttpParserUpgrade:
-            pass  # The head was refused already; the parser mistakes the body for upgraded data.
+            self._parse(data)
         except HttpParserError as error:
             self.refusal = self.refusal or HttpError(400, f"Malformed HTTP: {error}.", "bad_request")
         if self._framing.is_over:
@@ -173,6 +172,25 @@ class RequestReader:
         for hold in self._holds:
             hold.release()
         self._holds.clear()
+
+    def _parse(self, data: bytes) -> None:
+        """Parse `data`, and read a request whose `Upgrade` is ignored again without it.
+
+        The parser stops behind the head of such a request, and takes its body for another protocol's data.
+        """
+        rest = memoryview(data)
+        while True:
+            try:
+                self._parser.feed_data(rest)
+            except HttpParserUpgrade as error:
+                head, self._plain_head = self._plain_head, b""
+                if not head:
+                    return  # It was refused.
+                rest = rest[error.args[0] :]
+                self._parser = HttpRequestParser(self)
+                self._parser.feed_data(head)
+            else:
+                return
 
     # --- called by the parser
 
@@ -219,7 +237,10 @@ class RequestReader:
     def on_message_complete(self) -> None:
         """Move the complete request to `ready`."""
         body, self._body = self._body, b""
-        self.is_in_head = self.is_between = True
+        self.is_in_head = True
+        if self._plain_head:
+            return
+        self.is_between = True
         self._framing.restart()
         self.wants_continue = False
         if self.refusal is not None:
@@ -248,13 +269,23 @@ class RequestReader:
         if fault := fault_of(head, version):
             return fault
         if parser.should_upgrade():
-            return HttpError(501, "Upgrade is not supported: leave the header out.", "upgrade_not_supported")
+            return self._ignore_upgrade(head)
         if refusal := self._host.refuses(head):
             return refusal
         if int(named.get(b"content-length", b"0")) > limits.max_body_bytes:
             return too_large(limits.max_body_bytes)
         self._on_head()
         self.wants_continue = b"expect" in named and not is_old
+        return None
+
+    def _ignore_upgrade(self, head: RequestHead) -> RequestError | None:
+        """Let the head be read again without its `Upgrade`; return the error for one that needs another protocol."""
+        if head.method == b"CONNECT" or b"websocket" in head.named[b"upgrade"].lower():
+            return HttpError(501, "Upgrade is not supported: leave the header out.", "upgrade_not_supported")
+        lines = [b"%b: %b\r\n" % (name, value) for lower, name, value in head.headers if lower != b"upgrade"]
+        version = self._parser.get_http_version().encode()
+        self._plain_head = b"%b %b HTTP/%b\r\n%b\r\n" % (head.method, head.target, version, b"".join(lines))
+        self._first_read = b""  # Only heads as received are remembered.
         return None
 
     def _has_room(self, num_bytes: int) -> bool:
