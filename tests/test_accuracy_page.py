@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -111,18 +113,8 @@ def num_within(name: str) -> int:
     return sum(map(all, zip(hits, *near, strict=True)))
 
 
-def paced_means() -> str:
-    """The largest mean error of a paced system."""
-    means = [
-        statistics.fmean(map(abs, errors_of(name, figure)))
-        for name in ("moestro_paced", "moestro_preemptive")
-        for figure in RELATIVE
-    ]
-    return f"{100 * max(means):.0f} %"
-
-
 def worst_on_vllm() -> str:
-    """Least and most mean error of TTFT near saturation and for long answers, with what other loads have at most."""
+    """Least and most mean error of TTFT in the two loads that are predicted worst."""
     worst = [mean_error(name, "ttft_mean_ms", load) for name in VLLM for load in ("mixed, 0.8", "long answers, 0.5")]
     return f"{min(worst):.0f} to {max(worst):.0f} %"
 
@@ -134,3 +126,46 @@ def times_longer(figure: str) -> str:
 
 def largest(name: str, figure: str, load: str) -> str:
     return f"{100 * max(map(abs, errors_of(name, figure, load))):.0f} %"
+
+
+def mean_check(name: str) -> str:
+    errors = json.loads((RESULTS[0].parent / f"{name}.json").read_text())["errors_on_other_sizes"]
+    return f"{100 * statistics.fmean(map(abs, errors)):.0f} %"
+
+
+def misses(name: str, *figures: str) -> str:
+    """Mean error over mixed loads and long answers."""
+    loads = ("mixed, 0.3", "mixed, 0.6", "mixed, 0.8", "long answers, 0.5")
+    return f"{statistics.fmean(mean_error(name, figure, load) for figure in figures for load in loads):.0f} %"
+
+
+# Sentences with gaps, and what stands in them.
+SENTENCES: dict[str, Callable[[], tuple[object, ...]]] = {
+    "Runs within all three: {} of 24 of each paced system, {}, {} and {} of 18 of vLLM's in the order of the table": lambda: (
+        *{num_within(name) for name in ("moestro_paced", "moestro_preemptive")},
+        *map(num_within, VLLM),
+    ),
+    "TTFT by {} in one of `prefill first`, its P99 by {} in one of `long answers`.": lambda: (
+        largest("moestro_preemptive", "ttft_mean_ms", "prefill first, 0.6"),
+        largest("moestro_paced", "ttft_p99_ms", "long answers, 0.5"),
+    ),
+    "**On vLLM, TTFT is predicted worst near saturation and for long answers** ({} in the mean of each system).": lambda: (
+        worst_on_vllm(),
+    ),
+    "TTFT and TPOT by {} in the mean of mixed loads and long answers.": lambda: (
+        misses("vllm_cpu_wide", "ttft_mean_ms", "tpot_mean_ms"),
+    ),
+    "The dense model had {} there, with errors of {} in its check.": lambda: (
+        misses("vllm_cpu_dense", "ttft_mean_ms", "tpot_mean_ms"),
+        mean_check("vllm_cpu_dense"),
+    ),
+    "Measured TPOT is up to {} times the prediction, TTFT up to {} times.": lambda: (
+        times_longer("tpot_mean_ms"),
+        times_longer("ttft_mean_ms"),
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_a_sentence_of_the_page_has_the_stored_figures(sentence):
+    assert sentence.format(*SENTENCES[sentence]()) in PAGE
