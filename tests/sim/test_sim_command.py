@@ -158,6 +158,19 @@ def test_requests_that_are_all_computed_at_once_tell_no_saturation(tmp_path, cap
     assert "17 of 20 end in the same step: give more requests than the engines compute at once" in words
 
 
+@pytest.mark.parametrize(("num_seqs", "was_full"), [(256, False), (8, True)])
+def test_a_saturation_without_a_queue_is_called_too_high(tmp_path, capsys, num_seqs, was_full):
+    """All requests were one batch, whose answers end in a burst: the rate was over twice what the engine can do."""
+    path, out = tmp_path / "load.toml", tmp_path / "out.json"
+    path.write_text(
+        "[workload]\nprompt_tokens = 500\noutput_tokens = 50\nnum_requests = 100\nload = 0.5\n"
+        f"[engines]\nmax_num_seqs = {num_seqs}\n"
+    )
+    assert sim(path, "--json", out) == 0
+    assert json.loads(out.read_text())["saturation"]["was_full"] is was_full
+    assert ("too high" in " ".join(capsys.readouterr().out.split())) is not was_full
+
+
 @pytest.mark.parametrize("form", ["csv", "jsonl"])
 def test_each_request_has_a_row(scenario, tmp_path, form):
     out = tmp_path / f"requests.{form}"

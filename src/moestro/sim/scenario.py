@@ -478,19 +478,23 @@ class Saturation(msgspec.Struct, frozen=True, kw_only=True):
         requests_per_s: most requests a second, when all requests arrive at once.
         load: share of it that is offered.
         rate: offered requests a second.
+        was_full: whether requests waited for at least half of the time that the rate was taken from. Otherwise it is
+            that of a batch, which ends in a burst, and too high.
     """
 
     policy: str
     requests_per_s: float
     load: float
     rate: float
+    was_full: bool
 
     def sentence(self, num_requests: int) -> str:
-        """Say how the rate was found."""
+        """Say how the rate was found, and whether to believe it."""
+        doubt = "; too high, because most requests are computed at once (max_num_seqs): give more requests"
         return (
             f"saturation: {self.requests_per_s:.4g} requests/s ({self.policy}; all {num_requests:,} requests at once,"
             f" from the end of the first {FIRST:.0%} of the answers to that of {LAST:.0%}); load {self.load:g} is"
-            f" {self.rate:.4g} requests/s"
+            f" {self.rate:.4g} requests/s{'' if self.was_full else doubt}"
         )
 
 
@@ -508,16 +512,20 @@ def at_load(settings: SimSettings, directory: Path) -> tuple[SimSettings, Satura
     """
     load = settings.workload.load
     assert load is not None, "the workload has a load"
-    found, rate = 0.0, _START_RATE
+    found, was_full, rate = 0.0, True, _START_RATE
     for _ in range(2 if settings.workload.sessions is not None else 1):
-        found = saturation_rate(_at_rate(settings, rate), directory)
+        found, was_full = saturation_rate(_at_rate(settings, rate), directory)
         rate = load * found
-    saturation = Saturation(policy=settings.policies[0].title, requests_per_s=found, load=load, rate=rate)
+    saturation = Saturation(
+        policy=settings.policies[0].title, requests_per_s=found, load=load, rate=rate, was_full=was_full
+    )
     return _at_rate(settings, rate), saturation
 
 
-def saturation_rate(settings: SimSettings, directory: Path) -> float:
+def saturation_rate(settings: SimSettings, directory: Path) -> tuple[float, bool]:
     """Return the rate at which engines answer under the first policy when all requests arrive at once.
+
+    Beside it stands whether requests waited for at least half of the time that it was taken from.
 
     Raises:
         ConfigError: there are too few requests to tell.
@@ -530,7 +538,9 @@ def saturation_rate(settings: SimSettings, directory: Path) -> float:
         raise ConfigError(
             f"[workload] load needs {_FEWEST} answers to find a rate, and got {len(ends)}: give more requests"
         )
-    return middle_rate(ends)
+    begin, end = np.sort(ends)[[int(FIRST * len(ends)), int(LAST * len(ends))]]
+    was_full = int(results.admitted_ns[results.is_answered].max()) >= (int(begin) + int(end)) // 2
+    return middle_rate(ends), was_full
 
 
 def middle_rate(end_ns: NDArray[np.int64]) -> float:
