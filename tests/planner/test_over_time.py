@@ -150,6 +150,12 @@ def test_a_network_is_divided_by_tensor_and_expert_parallelism(tmp_path, capsys)
         (["--gpus-per-engine", "4"], "--gpus-per-engine 4: moestro serve has no tensor parallelism"),
         (["--gpus-per-engine", "16", "--for", "vllm"], "--gpus-per-engine 16 is more than --num-gpus 8"),
         (["--link-across", "string"], "no constants for link 'string'"),
+        (["--gpu", "h200"], "--gpu needs --calibrated-gpu and --network: on which GPU was"),
+        (["--max-num-seqs", "3"], "--max-num-seqs is for a network"),
+        (["--redundant-experts", "3"], "--redundant-experts is for a network"),
+        (["--max-kv-offloading-size", "3"], "--max-kv-offloading-size goes with --find throughput"),
+        (["--popularity", "uniform"], "--popularity goes with --find throughput"),
+        (["--num-seeds", "9"], "--num-seeds goes with --find throughput"),
     ],
 )
 def test_wrong_questions_are_refused_with_what_is_allowed(engine, flags, text, capsys):
@@ -164,6 +170,10 @@ def test_settings_that_need_each_other_are_named():
         PlanSettings(model="mixtral-8x7b", search=PlanSearchSettings(find="fewest-gpus"))
     with pytest.raises(ConfigError, match="--load-factor goes with --find"):
         PlanSettings(model="mixtral-8x7b", traffic=TrafficSettings(load_factor=2))
+    with pytest.raises(ConfigError, match="--window goes with --find fewest-gpus or figures"):
+        PlanSettings(model="mixtral-8x7b", objectives=ObjectiveSettings(window=300))
+    with pytest.raises(ConfigError, match="--gpus-per-engine is for an engine file"):
+        PlanSettings(model="mixtral-8x7b", hardware=HardwareSettings(gpus_per_engine=2))
     with pytest.raises(ConfigError, match="is for an engine file"):
         PlanSettings(model="mixtral-8x7b", hardware=HardwareSettings(calibrated_gpu="h100", network="mixtral-8x7b"))
     settings = PlanSettings(

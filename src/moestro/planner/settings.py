@@ -6,13 +6,14 @@ Lengths and objectives have the names of NVIDIA's planners (`isl`, `osl`, `ttft`
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from moestro.core.setting_checks import CheckedSettings, above, at_least
+from moestro.core.setting_checks import CheckedSettings, above, at_least, flag_of
 from moestro.cost.gpus import GPUS, gpu_named
 from moestro.cost.links import LINKS
 from moestro.cost.networks import known_name
@@ -38,6 +39,13 @@ _WINDOW = (
 _FURTHER = "Further flags of the printed commands, as one text, that a plan does not decide; they are not checked."
 _GPU = f"One of {', '.join(GPUS)}."
 _LINK = f"one of {', '.join(LINKS)}."
+# Fields that only some questions read.
+_FOR_TIMES = ("load_factor", "redundant_experts", "max_num_seqs", "window")
+_FOR_THROUGHPUT = (
+    *("popularity", "hot_experts", "max_kv_offloading_size"),
+    *("num_seeds", "host_attention_us", "host_expert_us"),
+)
+_OF_NETWORKS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "redundant_experts")
 # Host time of an item of `async` on a GPU machine: the budgets of our own engine, as in docs/modes.md.
 _HOST_ATTENTION_US, _HOST_EXPERT_US = 250.0, 100.0
 
@@ -101,7 +109,10 @@ class TrafficSettings(CheckedSettings):
     load_factor: Annotated[float, above(0), _TRAFFIC] = 1.0
     "Factor on the rate of the requests: 2 asks about twice the load."
     popularity: Annotated[str, _TRAFFIC] = "zipf:0.6"
-    "Popularity of the experts: uniform, zipf:EXPONENT or exponential:RATE (0.53: AMoE's fit of Mixtral)."
+    (
+        "Popularity of the experts, with --find throughput: uniform, zipf:EXPONENT or exponential:RATE (0.53: AMoE's"
+        " fit of Mixtral)."
+    )
     hot_experts: Annotated[Literal["permuted", "same"], _TRAFFIC] = "permuted"
     "permuted: each layer has other hot experts, as networks do. same: all layers have the same, as in paced devices."
 
@@ -203,8 +214,8 @@ class PlanSettings:
         return self.search.find or ("fewest-gpus" if self.is_calibrated else "throughput")
 
     def __post_init__(self) -> None:
-        hardware, over_times = self.hardware, self.finds != "throughput"
-        if self.is_calibrated and not over_times:
+        hardware = self.hardware
+        if self.is_calibrated and self.finds == "throughput":
             raise ConfigError(
                 f"--find throughput divides the GPUs of a network, and {self.model} describes one engine: give"
                 " --find fewest-gpus or figures"
@@ -213,16 +224,30 @@ class PlanSettings:
             raise ConfigError("--calibrated-gpu and --network go together: another GPU is priced for a network")
         if hardware.calibrated_gpu is not None and not self.is_calibrated:
             raise ConfigError(f"--calibrated-gpu is for an engine file (.toml), and MODEL is {self.model}: drop it")
-        for flag, value in (
-            ("--load-factor", self.traffic.load_factor != 1),
-            ("--redundant-experts", self.serving.redundant_experts),
-        ):
-            if value and not over_times:
-                raise ConfigError(f"{flag} goes with --find fewest-gpus or figures")
+        self._refuse_unused()
         if self.finds == "fewest-gpus" and self.objectives.max_ttft is None and self.objectives.max_ttft_p99 is None:
             raise ConfigError(
                 "--find fewest-gpus needs --max-ttft or --max-ttft-p99: without it, any queue would hold the objectives"
             )
+
+    def _refuse_unused(self) -> None:
+        """Refuse flags that the question does not read: an answer that leaves one out would be taken for its answer."""
+        if self.finds == "throughput":
+            self._refuse(_FOR_TIMES, "goes with --find fewest-gpus or figures")
+        else:
+            self._refuse(_FOR_THROUGHPUT, "goes with --find throughput")
+        if self.is_calibrated:
+            self._refuse(_OF_NETWORKS, f"is for a network, and MODEL is {self.model}: drop it, or change that file")
+        else:
+            self._refuse(("gpus_per_engine",), f"is for an engine file (.toml), and MODEL is {self.model}: drop it")
+        if self.is_calibrated and self.hardware.calibrated_gpu is None:
+            self._refuse(("gpu",), f"needs --calibrated-gpu and --network: on which GPU was {self.model} calibrated?")
+
+    def _refuse(self, names: Container[str], why: str) -> None:
+        for part in (self.hardware, self.traffic, self.objectives, self.serving, self.search):
+            for each in fields(part):
+                if each.name in names and getattr(part, each.name) != each.default:
+                    raise ConfigError(f"{flag_of(each.name)} {why}")
 
 
 def unnamed_notes(settings: PlanSettings) -> list[str]:
