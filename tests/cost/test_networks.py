@@ -17,6 +17,7 @@ from moestro.cost.gpus import (
     worker_kv_blocks,
 )
 from moestro.cost.networks import CONFIGS, network_from_config, network_named
+from moestro.cost.settings import positions_of
 from moestro.errors import ConfigError
 
 
@@ -40,6 +41,28 @@ def test_parameters_and_kv_are_those_published(name, billions, kv_bytes_per_toke
 @pytest.mark.parametrize(("name", "gigabytes"), [("gpt-oss-20b", 13.8), ("gpt-oss-120b", 65.2)])
 def test_four_bit_experts_weigh_what_the_checkpoints_do(name, gigabytes):
     assert network_named(name).weight_bytes() / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 40960}, 40960),
+        ({"text_config": {"max_position_embeddings": 40960}}, 40960),
+        ({"max_position_embeddings": 32768, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 131072),
+        (
+            {
+                "max_position_embeddings": 163840,
+                "rope_scaling": {"factor": 40, "original_max_position_embeddings": 4096},
+            },
+            163840,
+        ),
+        ({"max_position_embeddings": 8192, "rope_parameters": {"rope_type": "default"}}, 8192),
+    ],
+)
+def test_positions_are_those_of_the_config_with_their_factor(tmp_path, fields, most):
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert positions_of(str(tmp_path)) == most
 
 
 def test_an_expert_of_each():

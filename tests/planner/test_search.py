@@ -310,6 +310,22 @@ def test_a_network_without_experts_is_reported_to_have_replicas_alone(tmp_path, 
     assert "has no experts: replicas alone are planned" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("find", ["throughput", "fewest-gpus"])
+def test_requests_beyond_the_networks_positions_are_refused(tmp_path, find, capsys):
+    """The printed command had a --max-model-len that its server refuses."""
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "max_position_embeddings": 1024}))
+    times = ["--max-ttft", "2000", "--request-rate", "1"] if find == "fewest-gpus" else []
+    flags = ["--num-gpus", "1", "--osl", "32", "--find", find, *times]
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", str(tmp_path), "--isl", "993", *flags])
+    assert ended.value.code == 2
+    words = " ".join(capsys.readouterr().err.split())
+    assert "the longest request needs 1,025 tokens" in words
+    assert "was made for 1,024 (max_position_embeddings of its config.json)" in words
+    run_verb(["plan", str(tmp_path), "--isl", "992", *flags, "--time", "1"])
+    assert "--max-model-len 1024" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("flags", "text"), [(["--gpu", "b300"], "known: a100-80g"), (["--osl", "1"], "--osl")])
 def test_the_verb_refuses_what_it_does_not_know(flags, text, capsys):
     with pytest.raises(SystemExit) as ended:

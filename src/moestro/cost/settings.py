@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from moestro.core.setting_checks import CheckedSettings, at_least, flag_help
 from moestro.cost.gpus import Gpu, gpu_named
@@ -54,10 +54,34 @@ def read_network(model: str) -> NetworkShape:
             f"no sizes for network {model!r}; known: {', '.join(CONFIGS)}. Give one of them, or a directory with the"
             " network's config.json"
         )
+    return network_from_config(path.resolve().name if path.is_dir() else path.stem, _read_config(path))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     config = read_json_object(file)
     refuse_sizes(config, file)
-    return network_from_config(path.resolve().name if path.is_dir() else path.stem, config)
+    return config
+
+
+def positions_of(model: str) -> int | None:
+    """Return the tokens of the longest sequence for which a network was made; a factor of its positions (YaRN) counts.
+
+    None: `model` is a name, or its config.json does not say.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    path = Path(model).expanduser()
+    if not path.exists():
+        return None
+    config = _read_config(path)
+    text = config.get("text_config") or config
+    most: int | None = text.get("max_position_embeddings")
+    rope = text.get("rope_scaling") or text.get("rope_parameters")
+    if most is None or not isinstance(rope, dict) or not isinstance(rope.get("factor"), int | float):
+        return most
+    return max(most, int(rope["factor"] * (rope.get("original_max_position_embeddings") or most)))
 
 
 def link_within(name: str | None, gpu: Gpu, flag: str = "--link-within") -> Link:

@@ -16,6 +16,7 @@ from moestro.cost.gpus import gpu_named, kv_blocks, worker_kv_blocks
 from moestro.cost.settings import link_within, read_network
 from moestro.cost.tables import Table, load_table
 from moestro.errors import ConfigError
+from moestro.planner.question import checked_positions
 from moestro.planner.settings import HardwareSettings, ObjectiveSettings, PlanSettings
 from moestro.planner.systems import RunLimits, ServedSystem, ServerLaunch, memory_share, own_servers
 from moestro.sim.cluster import AtTimes, Workload
@@ -331,11 +332,12 @@ def choices_of(
     """Return the servers that fit, and why others do not, by their titles.
 
     Raises:
-        ConfigError: a name is unknown, or the engine file cannot be read.
+        ConfigError: a name is unknown, a file cannot be read, or the network was made for shorter requests.
     """
     if settings.is_calibrated:
         return [_calibrated(settings, system, load)], {}
     network = read_network(settings.model)
+    checked_positions(settings.model, load.longest)
     gpu_named(settings.hardware.gpu)  # an unknown one is no reason why a server does not fit
     num_experts = network.experts.num_experts if network.experts else 0
     most = min(settings.hardware.num_gpus, settings.hardware.gpus_per_machine)

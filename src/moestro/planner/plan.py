@@ -261,6 +261,7 @@ def launch_of(fitting: FittingDivision, num_requests: int) -> ServerLaunch:
     question, division = fitting.question, fitting.division
     settings, limits = question.settings, fitting.limits(num_requests)
     serving, block_size = settings.serving, settings.search.block_size
+    longest = min(question.lengths.longest_requested, fitting.memory.kv_tokens)
     launch = ServerLaunch(
         model=serving.serve_model or settings.model,
         mode=division.mode,
@@ -270,7 +271,7 @@ def launch_of(fitting: FittingDivision, num_requests: int) -> ServerLaunch:
         tensor_parallel_size=division.tensor_parallel_size,
         num_expert_workers=division.num_expert_workers,
         limits=limits,
-        max_model_len=min(question.lengths.longest_requested, fitting.memory.kv_tokens),
+        max_model_len=min(longest, question.max_positions or longest),
         further=serving.further,
     )
     if question.system.name == "moestro":

@@ -12,7 +12,7 @@ from moestro.cost.gpus import Gpu, gpu_named
 from moestro.cost.links import Link, link_named
 from moestro.cost.model import PopularityForm
 from moestro.cost.networks import NetworkShape
-from moestro.cost.settings import link_within, read_network
+from moestro.cost.settings import link_within, positions_of, read_network
 from moestro.errors import ConfigError
 from moestro.planner.settings import PlanSettings, TrafficSettings
 from moestro.planner.systems import ServedSystem, system_named
@@ -104,6 +104,7 @@ class PlanQuestion:
         within, across: links inside a machine and between machines.
         system: the server whose commands are printed.
         lengths: lengths of the requests.
+        max_positions: tokens of the longest sequence for which the network was made. None means unknown.
         notes: what of --dataset-path is not in the lengths, in sentences.
         family, skew: family of the experts' popularity, and its exponent or rate.
         groups_experts: whether modes in lock-step compute the experts of a layer as one grouped product.
@@ -117,6 +118,7 @@ class PlanQuestion:
     across: Link
     system: ServedSystem
     lengths: LengthSample
+    max_positions: int | None = None
     notes: tuple[str, ...] = ()
     family: str
     skew: float
@@ -139,7 +141,7 @@ def make_question(settings: PlanSettings) -> PlanQuestion:
     """Look up all names.
 
     Raises:
-        ConfigError: a name is unknown, or a file cannot be read.
+        ConfigError: a name is unknown, a file cannot be read, or the network was made for shorter requests.
     """
     hardware, gpu = settings.hardware, gpu_named(settings.hardware.gpu)
     family, skew = _popularity(settings.traffic.popularity)
@@ -152,10 +154,26 @@ def make_question(settings: PlanSettings) -> PlanQuestion:
         across=link_named(hardware.link_across),
         system=system_named(settings.serving.system, settings.serving.for_version),
         lengths=lengths,
+        max_positions=checked_positions(settings.model, lengths.longest),
         notes=notes,
         family=family,
         skew=skew,
     )
+
+
+def checked_positions(model: str, longest: int) -> int | None:
+    """Return the tokens of the longest sequence for which a network was made. None means unknown.
+
+    Raises:
+        ConfigError: they are fewer than the longest request needs.
+    """
+    most = positions_of(model)
+    if most is not None and longest > most:
+        raise ConfigError(
+            f"the longest request needs {longest:,} tokens, and {model} was made for {most:,} (max_position_embeddings"
+            " of its config.json), beyond which servers refuse them: leave out longer requests"
+        )
+    return most
 
 
 def _popularity(text: str) -> tuple[str, float]:
