@@ -169,6 +169,25 @@ def test_files_that_are_no_table_are_refused_with_the_reason(tmp_path):
         load_table(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda points: points + points[-1:], "table.json: the cost table has two points of decode for 64 and 2000"),
+        (lambda points: [{**points[0], "ns": -5.0}, *points[1:]], "Expected `float` > 0.0 - at `$.decode[0].ns`"),
+        (lambda points: [{**points[0], "ns": 1e30}, *points[1:]], "<= 10000000000000.0 - at `$.decode[0].ns`"),
+        (lambda points: points[:1], "table.json: the cost table needs decode points"),
+    ],
+)
+def test_points_that_cannot_have_been_measured_are_refused(tmp_path, change, words):
+    """A run ended in a traceback, or was priced with negative times."""
+    path = tmp_path / "table.json"
+    fields = msgspec.to_builtins(table())
+    path.write_text(json.dumps({**fields, "decode": change(list(fields["decode"]))}))
+    with pytest.raises(ConfigError) as refused:
+        load_table(path)
+    assert words in str(refused.value)
+
+
 def test_tables_with_too_few_points_are_refused():
     with pytest.raises(ConfigError, match=r"'moestro-cost-table-0'.*calibrate again"):
         MeasuredCost(table(format="moestro-cost-table-0"))

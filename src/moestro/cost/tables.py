@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -46,32 +47,37 @@ from moestro.files.text_files import read_text
 
 FORMAT = "moestro-cost-table-1"
 PS_PER_NS = 1000
+# What a point may hold. Beyond a few hours a step, extrapolated prices would overflow a clock of integers.
+_Number = Annotated[int, msgspec.Meta(ge=1)]
+_Tokens = Annotated[int, msgspec.Meta(ge=0)]
+_StepNs = Annotated[float, msgspec.Meta(gt=0, le=1e13)]
+_PartNs = Annotated[float, msgspec.Meta(ge=0, le=1e13)]
 
 
 class PrefillPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One chunk of `new` tokens after `cached` tokens, alone in a step."""
 
-    new: int
-    cached: int
-    ns: float  # mean of the repeats
+    new: _Number
+    cached: _Tokens
+    ns: _StepNs  # mean of the repeats
     spread: float  # interquartile range over the median
 
 
 class ShortChunksPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Several chunks of `chunk` tokens in a step, `tokens` in all, with nothing cached."""
 
-    tokens: int
-    chunk: int
-    ns: float
+    tokens: _Number
+    chunk: _Number
+    ns: _StepNs
     spread: float
 
 
 class DecodePoint(msgspec.Struct, frozen=True, kw_only=True):
     """A step of `sequences` decodes that attend to `context` tokens on average."""
 
-    sequences: int
-    context: int
-    ns: float
+    sequences: _Number
+    context: _Tokens
+    ns: _StepNs
     spread: float
 
 
@@ -81,9 +87,9 @@ class HostTimes(msgspec.Struct, frozen=True, kw_only=True):
     That of a chunk includes what the next step takes longer.
     """
 
-    step_ns: float
-    sequence_ns: float
-    chunk_ns: float = 0.0
+    step_ns: _PartNs
+    sequence_ns: _PartNs
+    chunk_ns: _PartNs = 0.0
 
 
 class HostCopies(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +136,9 @@ class MeasuredCost:
     def __init__(self, table: Table) -> None:
         if table.format != FORMAT:
             raise ConfigError(f"the cost table is a {table.format!r}, this version reads {FORMAT!r}: calibrate again")
+        _refuse_twice("prefill", [(point.new, point.cached) for point in table.prefill])
+        _refuse_twice("short_chunks", [(point.tokens, point.chunk) for point in table.short_chunks])
+        _refuse_twice("decode", [(point.sequences, point.context) for point in table.decode])
         self._host, self._copies = table.host, table.copies
         self._tokens, self._own, self._reading = _prefill_lines(table)
         self._decode_rows = _decode_rows(table.decode)
@@ -298,6 +307,13 @@ def _never_falling(y: Floats) -> Floats:
     return np.repeat(means, counts)
 
 
+def _refuse_twice(name: str, shapes: list[tuple[int, int]]) -> None:
+    """Refuse two times for one shape, between which no line runs."""
+    twice = next((shape for shape, number in Counter(shapes).items() if number > 1), None)
+    if twice is not None:
+        raise ConfigError(f"the cost table has two points of {name} for {twice[0]} and {twice[1]}: leave one of them")
+
+
 def _prefill_lines(table: Table) -> tuple[_Line, _Line, _Line]:
     """Lines of a short chunk's cost of tokens, a long chunk's extra cost of a token, and its cost of a cached token."""
     rows: dict[int, list[PrefillPoint]] = {}
@@ -348,7 +364,11 @@ def load_table(path: Path) -> Table:
         ConfigError: the file cannot be read or is no cost table; the text says why.
     """
     try:
-        return msgspec.json.decode(read_text(path), type=Table)
+        table = msgspec.json.decode(read_text(path), type=Table)
+        MeasuredCost(table)
+        return table
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     except OSError as error:
         raise ConfigError(f"the cost table {path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeError) as error:
