@@ -173,6 +173,7 @@ EQUAL = "[workload]\nprompt_tokens = 8\noutput_tokens = 2\nnum_requests = 3\nrat
         ("seed = -1\n" + EQUAL, "seed must be at least 0, got -1"),
         (EQUAL.replace("= 8", "= 0"), r"\[workload\] prompt_tokens must be at least 1, got 0"),
         (EQUAL + "burstiness = -1\narrivals = 'gamma'", "burstiness must be above 0"),
+        (EQUAL + "burstiness = 0.5", "burstiness shapes arrivals = 'gamma' and 'weibull'"),
         ("[workload]\nsessions = 'chat'\nshape = 'central'\nnum_requests = 3\nrate = 1", "shape draws the lengths"),
         (EQUAL + "[engines]\nhost_step_us = -1e6", "host_step_us must be at least 0"),
         (EQUAL + "[engines]\nnum_blocks = 0", "num_blocks must be at least 1"),

@@ -274,6 +274,8 @@ class WorkloadSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise ConfigError(f"[workload] arrivals = {self.arrivals!r} needs a rate, in requests a second")
         if self.arrivals == "trace" and self.trace is None:
             raise ConfigError("[workload] arrivals = 'trace' needs a trace")
+        if self.burstiness != 1 and self.arrivals not in {"gamma", "weibull"}:
+            raise ConfigError("[workload] burstiness shapes arrivals = 'gamma' and 'weibull': give one, or drop it")
 
 
 @dataclass(frozen=True, kw_only=True)
