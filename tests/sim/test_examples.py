@@ -177,6 +177,8 @@ EQUAL = "[workload]\nprompt_tokens = 8\noutput_tokens = 2\nnum_requests = 3\nrat
         ("[workload]\nsessions = 'chat'\nshape = 'central'\nnum_requests = 3\nrate = 1", "shape draws the lengths"),
         (EQUAL + "[engines]\nhost_step_us = -1e6", "host_step_us must be at least 0"),
         (EQUAL + "[engines]\nnum_blocks = 0", "num_blocks must be at least 1"),
+        (EQUAL + "[engines]\ntable = 't.json'\nnum_blocks = 9\nhost_step_us = 5", "a table has the host's time in it"),
+        (EQUAL + "[slos]\nttft_ms = -1", r"\[slos\] ttft_ms must be above 0, got -1"),
     ],
 )
 def test_what_a_file_may_not_say_is_named(tmp_path, text, words):

@@ -346,6 +346,8 @@ class SimEngineSettings(SchedulerLimits, CacheSettings):
             raise ConfigError(
                 f"[engines] {what} prices its engine as it is: drop tensor_parallel_size = {self.tensor_parallel_size}"
             )
+        if self.table and self.table_gpu is None and (self.host_step_us or self.host_sequence_us):
+            raise ConfigError("[engines] a table has the host's time in it: drop host_step_us and host_sequence_us")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,9 +424,9 @@ class SloSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     PLACE: ClassVar[str] = "[slos] "
 
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    e2e_ms: float | None = None
+    ttft_ms: Annotated[float | None, above(0)] = None
+    tpot_ms: Annotated[float | None, above(0)] = None
+    e2e_ms: Annotated[float | None, above(0)] = None
 
     def __post_init__(self) -> None:
         check_settings(self)
