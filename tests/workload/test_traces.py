@@ -111,6 +111,17 @@ def test_burstgpts_failures_are_no_requests_and_are_counted(write):
     assert rows.num_left_out == 1
 
 
+def test_turns_of_a_file_that_is_not_in_order_of_time_stay_together(write):
+    """A turn that stood before its own first turn began a conversation of its own."""
+    lines = [
+        f'{{"chat_id": {i}, "parent_chat_id": {i - 1 if i % 3 else -1}, "timestamp": {i}, "input_length": 32,'
+        ' "output_length": 2}\n'
+        for i in range(6)
+    ]
+    rows = read_trace(write("chats.jsonl", "".join(reversed(lines))))
+    assert rows.session.tolist() == [0, 0, 0, 1, 1, 1]
+
+
 def test_burstgpts_first_release_names_no_sessions(write):
     rows = read_trace(write("t.csv", "Timestamp,Model,Request tokens,Response tokens\n5,GPT-4,7,8\n"))
     assert rows.session is None

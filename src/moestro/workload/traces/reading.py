@@ -228,17 +228,18 @@ def rows_of(
         default_output_tokens: answer length where a row names none.
     """
     found = {form.names[name] for name in columns}
-    is_hashed = "hash_ids" in found
-    rows = Rows(
+    is_hashed, is_timed = "hash_ids" in found, "timestamp_ns" in found
+    if is_timed:  # before conversations are put together: a turn names the one before it
+        entries = sorted(entries, key=lambda entry: entry.timestamp_ns or 0)
+    return Rows(
         num_prompt_tokens=np.array([entry.num_prompt_tokens or 0 for entry in entries], np.int64),
         num_output_tokens=np.array([entry.num_output_tokens or default_output_tokens for entry in entries], np.int64),
-        timestamp_ns=_times(entries) if "timestamp_ns" in found else None,
+        timestamp_ns=_times(entries) if is_timed else None,
         hash_ids=_chained([entry.hash_ids or [] for entry in entries]) if is_hashed else None,
         block_size=_block_size(path, entries) if is_hashed else 0,
         texts=tuple(entry.prompt or "" for entry in entries) if "prompt" in found else None,
         session=_sessions(entries),
     )
-    return rows if rows.timestamp_ns is None else rows.select(np.argsort(rows.timestamp_ns, kind="stable"))
 
 
 def _times(entries: Sequence[TraceEntry]) -> Int64s:
