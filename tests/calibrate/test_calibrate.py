@@ -223,6 +223,8 @@ def test_the_demo_model_is_calibrated_and_its_file_says_how(short_demo, tmp_path
 def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(tmp_path):
     with pytest.raises(ConfigError, match=r"--out .*: there is no directory"):
         Measuring(out=tmp_path / "missing" / "table.json")
+    with pytest.raises(ConfigError, match=r"--out .* is a directory: name a file in it"):
+        Measuring(out=tmp_path)
     with pytest.raises(ConfigError, match=r"--max-num-seqs must be at least 2, got 1"):
         Range(max_num_seqs=1)
     with pytest.raises(ConfigError, match="--rounds must be at least 2, got 1"):

@@ -110,5 +110,8 @@ class Measuring(CheckedSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.out.absolute().parent.is_dir():  # checked before the measurement, which takes minutes
+        # Checked before the measurement, which takes minutes.
+        if not self.out.absolute().parent.is_dir():
             raise ConfigError(f"--out {self.out}: there is no directory {self.out.absolute().parent}")
+        if self.out.is_dir():
+            raise ConfigError(f"--out {self.out} is a directory: name a file in it")
