@@ -246,6 +246,8 @@ def test_an_unreadable_file_is_the_operators_to_put_right(tmp_path, write):
     unpacked = write("t.jsonl", MOONCAKE)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_trace(unpacked.rename(unpacked.with_name("t.jsonl.zst")))
+    with pytest.raises(ConfigError, match=r"t\.csv\.gz cannot be read: unpack it, or pack it with zstd"):
+        read_trace(tmp_path / "t.csv.gz")
 
 
 @pytest.mark.parametrize(

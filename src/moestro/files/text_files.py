@@ -74,6 +74,7 @@ def open_utf8(path: Path) -> Iterator[BinaryIO]:
 # Lines of traces and records.
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
+_OTHER_PACKERS = {".gz", ".bz2", ".xz", ".zip"}
 
 
 @contextmanager
@@ -83,6 +84,8 @@ def open_lines(path: Path) -> Iterator[TextIO]:
     Raises:
         ConfigError: the file cannot be read, now or while its lines are read.
     """
+    if path.suffix in _OTHER_PACKERS:
+        raise ConfigError(f"{path} cannot be read: unpack it, or pack it with zstd (.zst)")
     try:
         if path.suffix != ".zst":
             with path.open("rb") as file:
