@@ -64,7 +64,9 @@ def test_a_replay_can_be_faster_or_brought_to_a_rate():
 
 
 def test_a_trace_of_one_stamp_has_no_rate():
-    with pytest.raises(ConfigError, match="--arrivals poisson"):
+    with pytest.raises(
+        ConfigError, match=r"drop the rate, or give Poisson arrivals \(--arrivals poisson of moestro bench"
+    ):
         at_rate(np.zeros(3, np.int64), 1)
 
 

@@ -69,7 +69,10 @@ def at_rate(offsets_ns: Int64s, rate: float) -> Int64s:
         ConfigError: all requests arrive at once, so that no stretching gives them a rate.
     """
     if offsets_ns[-1] <= 0:
-        raise ConfigError("all requests of the trace have the same timestamp: give --arrivals poisson")
+        raise ConfigError(
+            "all requests of the trace have the same timestamp, which no rate stretches: drop the rate, or give Poisson"
+            " arrivals (--arrivals poisson of moestro bench, arrivals = 'poisson' of a scenario)"
+        )
     return _scaled(offsets_ns.astype(np.float64), rate)
 
 
