@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from support.known_engine import KnownConstants, KnownEngine, VirtualServer, run_design
 
-from moestro.calibrate.probing.design import IdleDesign, Observed
+from moestro.calibrate.probing import findings
+from moestro.calibrate.probing.design import Bounds, IdleDesign, Observed
 from moestro.calibrate.probing.estimate import (
     DecodeTime,
     FirstTokenTime,
@@ -136,6 +137,19 @@ def test_what_the_probes_do_not_reach_is_named():
     assert 0 < held.low < 100_000 * 16
     assert "there was time" in held.words
     assert found.sizes["num_blocks"].source == "a lower bound: not identified"
+
+
+@pytest.mark.parametrize(
+    ("bounds", "source"),
+    [
+        (Bounds(172, 172), "probed"),
+        (Bounds(172, 256), "probed: 172 to 256"),
+        (Bounds(172), "a lower bound: not identified"),
+    ],
+)
+def test_a_token_budget_within_bounds_is_not_called_unknown(bounds, source):
+    """The report had 214 (172 to 256), and the engine file none."""
+    assert findings._source(bounds) == source
 
 
 def test_without_a_prefix_cache_its_blocks_and_the_capacity_are_not_identified():

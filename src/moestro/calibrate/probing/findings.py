@@ -260,7 +260,7 @@ def _sizes(observed: Observed, server: ProbedServer) -> dict[str, EngineSize]:
     if budget.low is None:
         step = EngineSize(max(_ASSUMED_BUDGET, seqs.value), "assumed: not identified")
     else:
-        step = EngineSize(max(budget.low, seqs.value), "probed" if budget.value else "a lower bound: not identified")
+        step = EngineSize(max(budget.low, seqs.value), _source(budget))
     sizes = {
         "num_blocks": EngineSize(max(tokens.value // block.value, 1), tokens.source),
         "block_size": block,
@@ -276,6 +276,13 @@ def _sizes(observed: Observed, server: ProbedServer) -> dict[str, EngineSize]:
     elif server.max_model_len:
         sizes["max_model_len"] = EngineSize(held, "all of the KV cache, as far as it is identified")
     return sizes
+
+
+def _source(bounds: Bounds) -> str:
+    """Say how a number that has a lower bound was found."""
+    if bounds.low is None or bounds.high is None:
+        return "a lower bound: not identified"
+    return "probed" if bounds.low == bounds.high else f"probed: {bounds.low:,} to {bounds.high:,}"
 
 
 def _table(fitted: FittedSteps, form: StepTerms, knots: KnotSteps, server: ProbedServer) -> Table:
