@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -65,6 +66,23 @@ def test_seeds_give_means_with_intervals(scenario, tmp_path, capsys):
     digests = [each["digest"] for each in report["outcomes"][:2]]
     assert digests == [each.digest for each in one.outcomes], "the first seed's runs are those of a single seed"
     assert one.intervals == {}
+
+
+@pytest.mark.parametrize("num_seeds", [1, 2])
+def test_many_policies_are_shown_in_several_tables(tmp_path, capsys, monkeypatch, num_seeds):
+    """In 80 columns a table of 16 policies had a character of each figure."""
+    monkeypatch.setenv("COLUMNS", "80")
+    path, names = tmp_path / "many.toml", [f"policy_{i}" for i in range(16)]
+    policies = "".join(f'[[policies]]\nname = "{name}"\nroute = "least_loaded"\n' for name in names)
+    path.write_text("[workload]\nprompt_tokens = 64\noutput_tokens = 4\nnum_requests = 3\nrate = 9\n" + policies)
+    assert sim(path, "--seeds", num_seeds) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    words = Counter(shown.split())
+    assert [words[name] for name in names[1:]] == [1] * 15
+    assert words["policy_0"] == shown.count("max queue") > 1, (
+        "each table has the policy that the others are compared with"
+    )
 
 
 def test_what_of_a_trace_is_not_simulated_is_named(scenario, tmp_path, capsys):

@@ -5,7 +5,7 @@ Intervals are over seeds, or over blocks of one series of requests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, stdev
 
 import msgspec
@@ -345,6 +345,7 @@ def _of(spread: Spread | None, name: str) -> float | None:
     return None if spread is None else float(getattr(spread, name))
 
 
+_CUT = "…"  # where a cell of a table ends, if its column is too narrow
 REQUESTS_PER_UPDATE = 256  # of a progress bar: one update costs as much as routing a request
 
 
@@ -360,7 +361,10 @@ def print_report(console: Console, report: SimReport) -> None:
     if report.saturation is not None:
         console.print(report.saturation.sentence(first.report.num_requests), highlight=False, soft_wrap=True)
     of_first = [outcome for outcome in report.outcomes if outcome.seed == first.seed]
-    console.print(_interval_table(report) if report.intervals else _table(of_first))
+    if report.intervals:
+        _print_fitting(console, len(report.intervals), lambda columns: _interval_table(report, columns))
+    else:
+        _print_fitting(console, len(of_first), lambda columns: _table([of_first[i] for i in columns]))
     if any(outcome.group is not None for outcome in of_first):
         console.print(_stall_table(of_first))
     for title, groups in report.changes.items():
@@ -373,6 +377,26 @@ def print_report(console: Console, report: SimReport) -> None:
             console.print(f"{where}: {failure.count} {word}: {failure.example}", markup=False, soft_wrap=True)
 
 
+def _print_fitting(console: Console, num_policies: int, table_of: Callable[[Sequence[int]], Table]) -> None:
+    """Print a table of all policies, or several where the console is too narrow, each with the first policy.
+
+    Args:
+        table_of: makes the table of the policies with these numbers.
+    """
+    rest = list(range(1, num_policies))
+    while True:
+        count = next((n for n in range(len(rest), 1, -1) if _fits(console, table_of([0, *rest[:n]]))), 1)
+        console.print(table_of([0, *rest[:count]]))
+        rest = rest[count:]
+        if not rest:
+            return
+
+
+def _fits(console: Console, table: Table) -> bool:
+    """Whether no word of the table is cut."""
+    return not any(_CUT in segment.text for line in console.render_lines(table) for segment in line)
+
+
 def _table(outcomes: Sequence[PolicyOutcome]) -> Table:
     figures = shown_figures(outcomes)
     table = _empty_table(
@@ -383,16 +407,16 @@ def _table(outcomes: Sequence[PolicyOutcome]) -> Table:
     return table
 
 
-def _interval_table(report: SimReport) -> Table:
+def _interval_table(report: SimReport, columns: Sequence[int]) -> Table:
     seeds = sorted({outcome.seed for outcome in report.outcomes})
     title = (
         f"Mean and 95 % interval over {len(seeds)} seeds, {seeds[0]} to {seeds[-1]}; latency in ms; in brackets, the"
         " ratio to the first policy, seed by seed"
     )
-    table = _empty_table(list(report.intervals), title)
-    columns = list(report.intervals.values())
+    shown = [list(report.intervals.items())[i] for i in columns]
+    table = _empty_table([policy for policy, _ in shown], title)
     for name in shown_figures(report.outcomes)[0]:
-        found = [each.get(name) for each in columns]
+        found = [figures.get(name) for _, figures in shown]
         table.add_row(name, _interval_cell(found[0], None), *(_interval_cell(each, each) for each in found[1:]))
     return table
 
