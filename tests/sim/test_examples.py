@@ -178,6 +178,11 @@ EQUAL = "[workload]\nprompt_tokens = 8\noutput_tokens = 2\nnum_requests = 3\nrat
         (EQUAL + "[engines]\nhost_step_us = -1e6", "host_step_us must be at least 0"),
         (EQUAL + "[engines]\nnum_blocks = 0", "num_blocks must be at least 1"),
         (EQUAL + "[engines]\ntable = 't.json'\nnum_blocks = 9\nhost_step_us = 5", "a table has the host's time in it"),
+        (
+            EQUAL + "[engines]\nmax_num_seq = 8\nmax_num_batched_tokens = 100",
+            r"unknown field `max_num_seq` in \[engines\]; known: .*max_num_seqs",
+        ),
+        (EQUAL + "seed = 3", r"unknown field `seed` in \[workload\]; known: .*num_requests"),
         (EQUAL + "[slos]\nttft_ms = -1", r"\[slos\] ttft_ms must be above 0, got -1"),
     ],
 )

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -473,6 +474,7 @@ _TABLES: dict[str, type] = {
     "group": GroupSettings,
     "popularity": PopularityForm,
     "policies": PolicySettings,
+    "slos": SloSettings,
 }
 
 
@@ -502,11 +504,8 @@ def read_settings(
             tables["num_seeds"] = num_seeds
         if kv_offloading_size is not None:
             tables["engines"] = {**tables.get("engines", {}), "kv_offloading_size": kv_offloading_size}
+        _refuse_unknown_keys(tables)  # first: a misspelt key may be what contradicts another
         settings = msgspec.convert(tables, SimSettings)
-        for name, kind in (("engines", SimEngineSettings), ("group", GroupSettings), ("popularity", PopularityForm)):
-            refuse_unknown(tables.get(name, {}), kind, name)
-        for index, table in enumerate(tables.get("policies", ())):
-            refuse_unknown(table, PolicySettings, f"policies[{index}]")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeError, ConfigError) as error:
@@ -516,9 +515,17 @@ def read_settings(
     return settings
 
 
-def refuse_unknown(table: Mapping[str, object], kind: type[CheckedSettings], place: str) -> None:
-    """Raise ConfigError for a key that is not a field of the dataclass `kind`; msgspec checks only its own structs."""
-    known = {each.name for each in fields(kind)}
+def _refuse_unknown_keys(tables: Mapping[str, object]) -> None:
+    for name, kind in _TABLES.items():
+        given = tables.get(name)
+        for index, table in enumerate(given if isinstance(given, list) else [given]):
+            if isinstance(table, dict):  # msgspec refuses anything else
+                refuse_unknown(table, kind, f"{name}[{index}]" if isinstance(given, list) else name)
+
+
+def refuse_unknown(table: Mapping[str, object], kind: type, place: str) -> None:
+    """Raise ConfigError for a key that is not a field of `kind`."""
+    known = set(inspect.signature(kind).parameters)
     for key in table:
         if key not in known:
             raise ConfigError(f"unknown field `{key}` in [{place}]; known: {', '.join(sorted(known))}")
