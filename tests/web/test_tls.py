@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -18,6 +19,8 @@ import pytest
 from support.running import MOESTRO, PATIENCE_S, Running, call, free_port, wait_until
 
 from moestro.errors import ConfigError
+from moestro.web.ports import connections
+from moestro.web.ports.faults import Faults, Port
 from moestro.web.ports.tls import EngineTls, ServerTls
 from moestro.web.settings import TlsSettings
 
@@ -269,3 +272,29 @@ def test_unchanged_files_are_not_read_again(files, caplog):
         tls.renew()
     assert tls.context is context
     assert not caplog.records
+
+
+def test_memory_that_many_closed_connections_with_tls_have_left_is_returned(files, monkeypatch):
+    """A flood of half-open handshakes once left a GiB with the process for good."""
+    returns: list[int] = []
+    monkeypatch.setattr(connections, "_MANY_CLOSED", 3)
+    monkeypatch.setattr(connections, "_RETURN_S", 0.02)
+    monkeypatch.setattr(connections, "return_freed_memory", lambda: returns.append(1))
+
+    async def flood() -> None:
+        listener = connections.bound_socket(HOST, 0)
+        tls = ServerTls.of(TlsSettings(ssl_certfile=files.server, ssl_keyfile=files.server_key))
+        limits = connections.FrontLimits(8)
+        front = connections.Front(Port.CLIENTS, listener, lambda _: asyncio.Protocol(), limits, Faults(), tls).open()
+        for _ in range(3):
+            assert not returns
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.close()
+        async with asyncio.timeout(PATIENCE_S):
+            while not returns:  # noqa: ASYNC110 - the condition is plain state
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        front.close()
+
+    asyncio.run(flood())
+    assert len(returns) == 1, "nothing has closed since"

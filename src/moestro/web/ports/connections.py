@@ -20,6 +20,7 @@ from moestro.web.errors import ConnectionsFullError, error_json
 from moestro.web.ports.faults import Fault, Faults, Port, PortFaults
 from moestro.web.ports.heads import WRITE_S
 from moestro.web.ports.http_connection import ConnectionSlot, ConnectionTable, HttpConnection
+from moestro.web.ports.lifecycle import return_freed_memory
 from moestro.web.ports.tls import ServerTls
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ _FILES_PER_PROCESS = 8  # Open files for each child process and engine: pipes, s
 _SPARE_PART, _SPARE_ADDRESSES = 16, 32
 _HANDSHAKE_S = 10.0  # Time in which a client must complete the TLS handshake.
 _CLOSE_NOTIFY_S = 5.0  # Time in which a client must answer the end of TLS.
+_MANY_CLOSED = 1000  # Connections with TLS, of some 60 kB at least, that may leave memory behind when they end.
+_RETURN_S = 10.0  # Time between two looks at their number.
 
 ProtocolFactory = Callable[[ConnectionSlot], asyncio.Protocol]  # The protocol releases its slot with its connection.
 
@@ -154,6 +157,7 @@ class Front:
         self._opening: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
         self._renewal: asyncio.TimerHandle | None = None
+        self._returning: asyncio.TimerHandle | None = None
 
     @property
     def num_open(self) -> int:
@@ -168,13 +172,15 @@ class Front:
         self._listener.settimeout(0)
         self._listener.listen(_BACKLOG)
         asyncio.get_running_loop().add_reader(self._listener, self._accept_some)
-        if self._tls is not None and self._tls.refresh_s is not None:
-            self._renew(self._tls, self._tls.refresh_s)
+        if self._tls is not None:
+            self._return_memory(0)
+            if self._tls.refresh_s is not None:
+                self._renew(self._tls, self._tls.refresh_s)
         return self
 
     def close(self) -> None:
         """Close the listener, so that further connections are refused; open ones stay."""
-        for timer in (self._retry, self._renewal):
+        for timer in (self._retry, self._renewal, self._returning):
             if timer is not None:
                 timer.cancel()
         if self._listener.fileno() >= 0:
@@ -204,6 +210,17 @@ class Front:
     def _renew(self, tls: ServerTls, refresh_s: float) -> None:
         tls.renew()
         self._renewal = asyncio.get_running_loop().call_later(refresh_s, self._renew, tls, refresh_s)
+
+    def _return_memory(self, num_closed: int) -> None:
+        """Return what connections with TLS leave behind. The heap would keep a GiB of a flood of them.
+
+        Args:
+            num_closed: Connections that had ended at the last time.
+        """
+        if self._table.num_closed - num_closed >= _MANY_CLOSED:
+            num_closed = self._table.num_closed
+            return_freed_memory()
+        self._returning = asyncio.get_running_loop().call_later(_RETURN_S, self._return_memory, num_closed)
 
     def _admit(self, connection: socket.socket, address: str) -> None:
         """Open a connection, or refuse it."""

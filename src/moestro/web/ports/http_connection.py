@@ -118,10 +118,11 @@ class ConnectionTable:
 
     Attributes:
         num_open: Open connections.
+        num_closed: Connections that have ended.
     """
 
     def __init__(self) -> None:
-        self.num_open = 0
+        self.num_open = self.num_closed = 0
         self._by_name: dict[str, _Address] = {}
         self._by_count: dict[int, dict[_Address, None]] = {}  # Addresses by their number of connections.
 
@@ -141,6 +142,7 @@ class ConnectionTable:
     def left(self, address: _Address) -> None:
         """Remove a connection of an address; `ConnectionSlot.release` calls it."""
         self._count(address, -1)
+        self.num_closed += 1
         if not address.num_open:
             del self._by_name[address.name]
 
