@@ -218,11 +218,13 @@ class TestOut:
             assert await both(it) == {"e", "other"}
 
     @looped
-    async def test_a_refused_connection_stays_the_cause_when_its_check_counts_as_missed(self):
+    async def test_a_refused_connection_stays_the_cause_when_its_check_counts_as_missed(self, caplog, monkeypatch):
+        monkeypatch.setattr("moestro.gateway.engines.health_checks._UNHEARD_CHECKS", 3)
         async with rig(is_up=False, engine=("e=http://127.0.0.1:9",), hang_timeout=1) as it:
             address, causes = it.engine("e").address, set()
             await it.until(lambda: causes.add(address.unreachable) or address.silence.num_missed > 2)
             assert all("cannot connect" in cause for cause in causes if cause), causes
+            await it.until(lambda: "engine e has passed no health check yet: /health: cannot connect" in caplog.text)
 
     @looped
     async def test_an_engine_that_is_started_again_is_found_soon(self):

@@ -131,6 +131,7 @@ _SERVER_INFO_PATHS = ("/server_info", "/get_server_info")  # of SGLang: the newe
 _MAX_INFO_BYTES = 4 << 20
 _AGAIN_S = 1.0
 _HURRY_S = 0.1  # interval between reads of /metrics while requests wait for figures
+_UNHEARD_CHECKS = 10  # of an address that has never passed one, until the log says why
 _MOST_CHECKS = 4  # of one engine at once; an engine that hangs for long holds no more connections
 # A check is judged this long after its time is over. If this process was stopped, its answer is read meanwhile.
 _READ_S = 0.02
@@ -257,6 +258,8 @@ class HealthWatch:
                 running.add(task)
                 task.add_done_callback(running.discard)
                 num_sent += 1
+                if num_sent == _UNHEARD_CHECKS and address.engines[0].condition is Condition.UNCHECKED:
+                    logger.warning("engine %s has passed no health check yet: %s", address.name, address.unreachable)
 
     def _next_check_s(self, address: EngineAddress, share: float) -> float:
         """Return the time of the next check.
