@@ -242,7 +242,8 @@ def test_files_that_cannot_be_used_are_named_with_the_cause(files, tmp_path):
     (tmp_path / "text").write_text("no certificate")
     assert "--ssl-certfile" in cause(ssl_certfile=tmp_path / "text")
     assert "--ssl-ca-certs" in cause(ssl_ca_certs=tmp_path / "text")
-    assert "OpenSSL knows no such cipher" in cause(ssl_ciphers="ROT13")
+    assert "OpenSSL knows no such cipher of TLS 1.2" in cause(ssl_ciphers="ROT13")
+    assert "those of TLS 1.3 are always on" in cause(ssl_ciphers="TLS_AES_128_GCM_SHA256")
     with pytest.raises(ConfigError, match="--engine-ca-certs"):
         EngineTls(tmp_path / "text", None, None)
     with pytest.raises(ConfigError, match="--engine-certfile"):

@@ -250,7 +250,8 @@ def _context(settings: TlsSettings) -> ssl.SSLContext:
         try:
             context.set_ciphers(settings.ssl_ciphers)
         except ssl.SSLError as error:
-            raise ConfigError(f"--ssl-ciphers {settings.ssl_ciphers}: OpenSSL knows no such cipher") from error
+            text = f"--ssl-ciphers {settings.ssl_ciphers}: OpenSSL knows no such cipher of TLS 1.2"
+            raise ConfigError(f"{text}; those of TLS 1.3 are always on") from error
     return context
 
 
