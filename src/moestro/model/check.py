@@ -100,18 +100,21 @@ def refuse_dtypes(tensors: Mapping[str, TensorHeader], quantization: Any, ignore
     method = None if quantization is None else quantization["quant_method"]
     allowed = _FLOATS if method is None else _FLOATS + _DEQUANTIZED[method]
     for name, tensor in tensors.items():
-        if tensor.dtype not in allowed and not any(re.search(pattern, name) for pattern in ignored):
-            packed = "" if method is None else f" with quantization {method!r}"
+        is_unscaled = tensor.dtype in _SCALED and f"{name}{SCALES}" not in tensors
+        is_read = tensor.dtype in allowed and not is_unscaled
+        if is_read or any(re.search(pattern, name) for pattern in ignored):
+            continue
+        text = f"{tensor.file}: tensor {shown(name)} is of dtype {tensor.dtype}"
+        if tensor.dtype in allowed:
             raise UnsupportedModelError(
-                f"{tensor.file}: tensor {shown(name)} is of dtype {tensor.dtype}; {', '.join(allowed)} are read{packed}"
-                ". Give an unquantized checkpoint, or one whose config.json names its quantization."
+                f"{text} and lacks its scales, {shown(name + SCALES)}: other names of scales are not read. Give a"
+                " checkpoint in the form of DeepSeek-V3 and Qwen3-FP8, or an unquantized one."
             )
-        if tensor.dtype in _SCALED and f"{name}{SCALES}" not in tensors:
-            raise UnsupportedModelError(
-                f"{tensor.file}: tensor {shown(name)} is of dtype {tensor.dtype} and lacks its scales,"
-                f" {shown(name + SCALES)}: other names of scales are not read. Give a checkpoint in the form of"
-                " DeepSeek-V3 and Qwen3-FP8, or an unquantized one."
-            )
+        packed = "" if method is None else f" with quantization {method!r}"
+        raise UnsupportedModelError(
+            f"{text}; {', '.join(allowed)} are read{packed}. Give an unquantized checkpoint, or one whose config.json"
+            " names its quantization."
+        )
 
 
 def refuse_shapes(network: nn.Module, tensors: Mapping[str, TensorHeader]) -> None:
