@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -13,7 +14,7 @@ from parity import drive, tiny
 from moestro.core.request import SamplingDefaults
 from moestro.core.work import LOGITS_LAST, LOGITS_NONE, Forward
 from moestro.errors import ConfigError, UnsupportedModelError
-from moestro.model.device import open_device
+from moestro.model.device import open_device, read_facts
 from moestro.model.pools import measure_copy
 from moestro.model.sampler import sample
 from moestro.model.settings import ModelSettings
@@ -157,6 +158,28 @@ def test_a_named_max_model_len_that_does_not_fit_is_refused_with_numbers(checkpo
     assert "--max-model-len" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("rope_type", "factor", "original", "wanted"),
+    [
+        ("yarn", 4.0, 256, 1024),
+        ("yarn", 4.0, None, 1024),
+        ("yarn", 4.0, 64, 256),
+        ("yarn", 1e12, 64, 1 << 30),
+        ("linear", 4.0, None, 256),
+    ],
+)
+def test_yarn_lengthens_the_context_of_its_original_length(rope_type, factor, original, wanted, tmp_path):
+    """As published: the scaling is added, and max_position_embeddings stays."""
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": factor}
+    if original is not None:
+        rope["original_max_position_embeddings"] = original
+    tiny.make_config("qwen3_moe", rope_parameters=rope).save_pretrained(tmp_path)
+    settings = tiny.settings_of(tmp_path, load_format="dummy", max_model_len=None)
+    assert read_facts(settings).max_model_len == wanted
+    with pytest.raises(ConfigError, match=f"Give at most {wanted}"):
+        read_facts(dataclasses.replace(settings, max_model_len=wanted + 1))
+
+
 def test_a_named_max_model_len_may_take_all_of_the_cache(checkpoint):
     settings = tiny.settings_of(checkpoint("qwen3_moe"), num_gpu_blocks_override=10, max_model_len=40)
     assert open_device(settings)[1].max_model_len == 40
@@ -211,7 +234,7 @@ def test_memory_that_is_not_there_is_refused(checkpoint):
 
 
 def test_more_than_the_network_was_made_for_is_refused(checkpoint):
-    with pytest.raises(ConfigError, match=r"--max-model-len 257 exceeds .* of 256"):
+    with pytest.raises(ConfigError, match=r"--max-model-len 257 exceeds .* 256 positions"):
         open_device(tiny.settings_of(checkpoint("qwen3_moe"), max_model_len=257))
 
 

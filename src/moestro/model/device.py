@@ -30,6 +30,7 @@ from moestro.model.pools import (
     choose_num_blocks,
     choose_num_host_blocks,
     fit_max_model_len,
+    longest_context,
     staging_bytes,
 )
 from moestro.model.settings import (
@@ -440,7 +441,7 @@ class CheckedNetwork:
 def read_facts(settings: ModelSettings) -> CheckpointFacts:
     """Read a checkpoint's configuration files, after every refusal that needs no weights. Errors as `open_device`."""
     config = read_config(settings)
-    wanted_len = choose_max_model_len(settings, getattr(config.get_text_config(), "max_position_embeddings", None))
+    wanted_len = choose_max_model_len(settings, longest_context(config.get_text_config()))
     recommended = read_generation_config(Path(settings.model))
     fields = read_json_object(Path(settings.model) / "config.json")
     defaults = sampling_defaults(recommended if settings.generation_config == "auto" else {})

@@ -36,7 +36,7 @@ from moestro.model.check import (
 from moestro.model.experts.routed import EXPERTS, PackedExperts, is_experts, register_experts, weight_names
 from moestro.model.kernels.kernel_choice import why_no_float8_kernels
 from moestro.model.network import Network
-from moestro.model.pools import choose_max_model_len
+from moestro.model.pools import choose_max_model_len, longest_context
 from moestro.model.settings import ModelSettings
 from moestro.model.tensors import (
     BLOCK,
@@ -194,8 +194,7 @@ def read_config(settings: ModelSettings) -> Any:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         text = config.get_text_config()
-        limit = getattr(text, "max_position_embeddings", None)
-        refuse_config(config, choose_max_model_len(settings, limit))
+        refuse_config(config, choose_max_model_len(settings, longest_context(text)))
         sizes, file = text.to_dict(), directory / "config.json"  # with the family's values of missing fields
     except MoestroError:
         raise

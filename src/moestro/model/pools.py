@@ -33,6 +33,7 @@ _WORD = torch.int16  # in which blocks are copied, whatever their dtype
 _STAGING_BYTES, _NUM_STAGING = 64 << 20, 2
 _COPIED_AT_ONCE = 8  # blocks of one measured copy
 _SLAB_BYTES = 1 << 30  # of pinned memory, which torch rounds up to a power of two
+_MOST_POSITIONS = 1 << 30  # as in a config.json
 
 
 class HostPools(Protocol):
@@ -388,6 +389,21 @@ def choose_num_blocks(settings: ModelSettings, kv_bytes: int, bytes_per_block: i
     return settings.num_gpu_blocks_override or kv_bytes // bytes_per_block
 
 
+def longest_context(text: Any) -> int | None:
+    """Return the positions that a network was made for, with those that YaRN adds; None if its config names none.
+
+    Args:
+        text: transformers' config of the text part.
+    """
+    limit: int | None = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    factor = rope.get("factor")
+    if limit is None or rope.get("rope_type") != "yarn" or not isinstance(factor, int | float):
+        return limit
+    original = rope.get("original_max_position_embeddings") or limit
+    return max(limit, round(min(original * factor, _MOST_POSITIONS)))
+
+
 def choose_max_model_len(settings: ModelSettings, config_len: int | None) -> int:
     """Tokens of the longest sequence before the KV cache is known: the operator's choice or the network's own limit.
 
@@ -402,8 +418,8 @@ def choose_max_model_len(settings: ModelSettings, config_len: int | None) -> int
         raise UnsupportedModelError("config.json names no max_position_embeddings: set --max-model-len.")
     if config_len is not None and requested is not None and requested > config_len:
         raise ConfigError(
-            f"--max-model-len {requested} exceeds this model's max_position_embeddings of {config_len}:"
-            f" the network was never trained beyond it. Give at most {config_len}."
+            f"--max-model-len {requested} exceeds this model's {config_len} positions (max_position_embeddings, or what"
+            f" YaRN adds): the network was never trained beyond them. Give at most {config_len}."
         )
     chosen = requested or config_len
     assert chosen is not None
