@@ -9,6 +9,8 @@ import pytest
 
 from moestro.core.request import Grammar
 from moestro.grammar.compiler import MAX_JSON_SPACES, GrammarCompiler, GrammarError, VocabularySource
+from moestro.grammar.host import MaskJob
+from moestro.grammar.host_process import MatcherTable
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,16 @@ def test_an_end_token_that_tokenizer_json_lacks_ends_a_text(demo_dir, tokenizer)
     assert matcher.try_consume_tokens(tokenizer.encode("red", add_special_tokens=False)) > 0
     words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     assert np.flatnonzero(np.unpackbits(words, bitorder="little")).tolist() == list(ends)
+
+
+def test_an_end_token_with_a_text_is_allowed_where_a_text_is_complete_alone(demo_dir, tokenizer):
+    (end,), (letter,) = (tokenizer.encode(each, add_special_tokens=False) for each in "!a")
+    table = MatcherTable(GrammarCompiler(VocabularySource(demo_dir, 4096, (end,))))
+    for text, wanted in (("", {letter}), ("aa", {end, letter})):
+        ids = np.array([letter] * len(text), np.int32)
+        answer = table.answer(MaskJob(len(text), ids.tobytes(), Grammar("regex", "[a!]{2,3}")))
+        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(answer.words, np.uint8), bitorder="little"))
+        assert set(allowed.tolist()) & {end, letter} == wanted
 
 
 def test_spaces_in_json_are_bounded_and_a_schema_may_say_otherwise(accepts):

@@ -48,6 +48,7 @@ class GrammarCompiler:
 
     Attributes:
         num_tokens: tokens that a mask covers, at least the model's.
+        text_ends: tokens that end an answer although they have a text, which a grammar may allow in the middle.
 
     Raises:
         GrammarError: llguidance cannot read the tokenizer.
@@ -60,6 +61,7 @@ class GrammarCompiler:
             raise GrammarError(f"this model's tokenizer cannot be used for grammars: {_short(str(error))}") from error
         self._tokenizer = tokenizer
         self.num_tokens: int = tokenizer.vocab_size
+        self.text_ends = tuple(each for each in source.eos_token_ids if not tokenizer.is_special_token(each))
 
     def compile(self, grammar: Grammar) -> Any:
         """Return an `LLMatcher` at the start of `grammar`. Other threads run meanwhile.

@@ -104,6 +104,9 @@ class MatcherTable:
         words = np.zeros(-(-self._compiler.num_tokens // 32), np.int32)
         if not matcher.is_error():
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._compiler.text_ends and not matcher.is_accepting():
+            for end in self._compiler.text_ends:
+                words.view(np.uint32)[end // 32] &= ~np.uint32(1 << end % 32)
         failure = failure_of(matcher)
         if failure is not None:
             raise GrammarError(failure)
