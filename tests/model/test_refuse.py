@@ -251,6 +251,24 @@ def test_fp8_weights_without_scales_or_with_scales_of_another_name(other, tmp_pa
     assert f"tensor {name} is of dtype F8_E4M3 and lacks its scales, {name}_scale_inv" in refusal(directory)
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "named"),
+    [
+        ("ernie4_5_moe", "model.layers.1.input_layernorm.weight", True),  # a gate's bias has another name there
+        ("llama", "model.layers.1.self_attn.q_proj.bias", True),
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.0.w1.weight", False),
+    ],
+)
+def test_a_layer_that_lacks_a_tensor(family, name, named, checkpoint, tmp_path):
+    directory = shutil.copytree(checkpoint(family), tmp_path / "copy")
+    tensors = load_file(directory / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    message = refusal(directory)
+    assert "parameters in layer 1" in message
+    assert ("they lack" in message, f"(they lack {name})" in message) == (named, named)
+
+
 def test_masks_that_the_network_does_not_read_may_be_of_any_dtype(tmp_path):
     directory = tiny.save_checkpoint(tmp_path, tiny.make_config("gpt_neox", intermediate_size=48))
     tensors = load_file(directory / "model.safetensors")

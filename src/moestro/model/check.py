@@ -152,10 +152,20 @@ def refuse_shapes(network: nn.Module, tensors: Mapping[str, TensorHeader]) -> No
 
 
 def _absent(network: nn.Module, tensors: Mapping[str, TensorHeader], layer: int | None) -> str:
-    """Name a tensor that a layer lacks. Those of experts may have other names in the checkpoint."""
-    names = (name for name, _ in network.named_parameters() if layer_of_name(name) == layer and name not in tensors)
-    first = next((name for name in names if ".experts." not in name), None)
-    return "" if first is None else f" (they lack {first})"
+    """Name a tensor that a layer lacks, unless the checkpoint seems to have other names for tensors of its kind."""
+    kinds = {_kind_of(name) for name in tensors}
+    modules = {name.rpartition(".")[0] for name in tensors}
+    for name, _ in network.named_parameters():
+        if layer_of_name(name) != layer or name in tensors or ".experts." in name:
+            continue
+        if layer is None or _kind_of(name) in kinds or name.rpartition(".")[0] in modules:
+            return f" (they lack {name})"
+    return ""
+
+
+def _kind_of(name: str) -> str:
+    """Name of a layer's tensor without the number of the layer."""
+    return re.sub(r"\.\d+\.", ".", name, count=1)
 
 
 def refuse_config(config: Any, max_model_len: int) -> None:
