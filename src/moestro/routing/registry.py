@@ -226,10 +226,8 @@ def _checked_choice(choice: object, view: RouteView) -> Choice:
         raise ConfigError(f"it chose engine {engine}, which is not routable")
     if not isinstance(reason, str):
         raise ConfigError(f"the reason of its choice must be a text, got {reason!r}")
-    figures = {"score": choice.score, **choice.detail}
-    for name, value in figures.items():
-        if not isinstance(value, int | float | np.integer | np.floating):
-            raise ConfigError(f"{name} of its choice must be a number, got {value!r}")
+    if not isinstance(choice.score, int | float | np.integer | np.floating):
+        raise ConfigError(f"the score of its choice must be a number, got {choice.score!r}")
     scores = None if choice.scores is None else _one_each(choice.scores, num_engines)
     return replace(choice, engine=int(engine), score=float(choice.score), scores=scores)
 

@@ -159,7 +159,7 @@ def test_decodes_enter_again_around_layered_prefill(inner, overlaps):
 def test_a_policy_of_a_file_may_be_inside(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("from moestro.flow.policies.one_queue import in_order as mine")
-    assert make_step_policy(f"urgent:inner={file}:mine", 1).inner is in_order
+    assert make_step_policy(f"urgent:inner={file}:mine", 1).inner.choose is in_order
 
 
 @pytest.mark.parametrize(("line", "overlaps"), [("", False), ("mine.overlaps_prefill = True", True)])
