@@ -84,7 +84,10 @@ class UserStep:
         """Choose what runs next. The policy's errors, and an answer that names no queue, are ConfigErrors."""
         with errors_of(self.name):
             answer = self.choose(view, now_ns)
-            if not isinstance(answer, Wait) and not _names_queue(answer, view):
+            if isinstance(answer, Wait):
+                if answer.until_ns <= now_ns:  # It would choose again at once, for ever.
+                    raise ConfigError(f"it answered {answer!r} at {now_ns} ns: a Wait until later is wanted")
+            elif not _names_queue(answer, view):
                 raise ConfigError(
                     f"it answered {answer!r}: a Wait, or a Run of the view's layers and groups, is wanted"
                 )

@@ -14,6 +14,7 @@ from moestro.flow.registry import _one_token_waits, make_step_policy
 accept_user_code()
 
 GOOD = """
+from moestro.core.views import Wait
 from moestro.flow.policies.one_queue import in_order
 class Plain:
     def __call__(self, view, now_ns):
@@ -26,6 +27,8 @@ def half(view, now_ns):
 def far(view, now_ns):
     answer = in_order(view, now_ns)
     return answer if now_ns == 0 else answer.__class__(9, 0, 1, (0, 1))
+def at_once(view, now_ns):
+    return Wait(now_ns)
 class Overlapping(Plain):
     overlaps_prefill = True
 def broken(view, now_ns):
@@ -50,6 +53,7 @@ def test_a_class_or_an_object_of_a_file_is_a_step_policy(file, name):
     [
         ("elsewhere", "where one token waits for the attention of layer 0"),
         ("half", r"it answered Run\(layer=0.0, .*a Run of the view's layers and groups, is wanted"),
+        ("at_once", r"it answered Wait\(until_ns=0\) at 0 ns: a Wait until later is wanted"),
         ("broken", "failed its trial: AttributeError"),
         ("nothing", "has no function or class 'nothing'"),
     ],
