@@ -320,6 +320,18 @@ def test_placement_while_serving_is_counted(tmp_path, capsys, policy, steps, wor
     assert (placed["num_moves"] > 0) == (placed["num_moving_plans"] > 0) == (policy == "eplb")
 
 
+def test_placement_plans_that_all_failed_are_not_called_plans_that_never_came(tmp_path, capsys):
+    (tmp_path / "own.py").write_text("def own(view):\n    return view.table if view.table.num_experts == 4 else None\n")
+    path, out = tmp_path / "group.toml", tmp_path / "out.json"
+    path.write_text(f"{GROUP}place = '{tmp_path}/own.py:own'\nplace_interval_steps = 50\n")
+    assert sim(path, "--json", out) == 0
+    (outcome,) = json.loads(out.read_text())["outcomes"]
+    num_failed = outcome["group"]["plans"]["num_failed_plans"]
+    assert num_failed > 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"note: ep: all {num_failed} placement plans failed, as the log says, so no expert moved" in text
+
+
 def test_a_policy_without_its_names_is_noted(tmp_path, capsys):
     path = tmp_path / "plain.toml"
     text = "[workload]\nprompt_tokens = 50\noutput_tokens = 3\nnum_requests = 4\nrate = 1\n"

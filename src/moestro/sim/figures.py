@@ -243,8 +243,10 @@ def placement_notes(outcomes: Sequence[PolicyOutcome]) -> list[str]:
             plans.setdefault(outcome.title, []).append(outcome.group.plans)
     notes = []
     for title, each in plans.items():
-        num_plans = sum(run.num_plans for run in each)
-        if not num_plans:
+        num_plans, num_failed = sum(run.num_plans for run in each), sum(run.num_failed_plans for run in each)
+        if num_failed and not num_plans:
+            notes.append(f"{title}: all {num_failed:,} placement plans failed, as the log says, so no expert moved")
+        elif not num_plans:
             notes.append(f"{title}: the run ended before its first placement plan was due (place_interval_steps)")
         elif not any(run.num_moving_plans for run in each):
             notes.append(f"{title}: none of {num_plans:,} placement plans paid, so no expert moved")

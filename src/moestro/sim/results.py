@@ -30,11 +30,13 @@ class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         num_plans: answers of the placement policy.
+        num_failed_plans: decisions without an answer that the group can have.
         num_moving_plans: answers that were followed and by which at least one copy moves.
         num_moves: copies that devices received.
     """
 
     num_plans: int
+    num_failed_plans: int = 0
     num_moving_plans: int
     num_moves: int
 

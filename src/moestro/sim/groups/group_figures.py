@@ -189,9 +189,11 @@ def _plans(groups: Sequence[SimGroup]) -> PlanFigures | None:
     placements = [group.placement for group in ranks if group.placement is not None]
     if not placements:
         return None
-    num_moves = [each.num_moves for placement in placements for each in placement.decisions if each.plan is not None]
+    decisions = [each for placement in placements for each in placement.decisions]
+    num_moves = [each.num_moves for each in decisions if each.plan is not None]
     return PlanFigures(
         num_plans=len(num_moves),
+        num_failed_plans=len(decisions) - len(num_moves),
         num_moving_plans=sum(num > 0 for num in num_moves),
         num_moves=sum(num_moves),
     )
