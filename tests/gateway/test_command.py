@@ -125,6 +125,16 @@ def test_a_hundred_megabytes_of_trailer_are_refused_and_delay_no_client(routed):
     assert longest_s < 2.0  # a read used to copy all that had come before: seconds
 
 
+@pytest.mark.parametrize("is_router", [True, False])
+def test_the_port_of_clients_explains_nothing_and_the_error_names_the_other(routed, fake, capsys, is_router):
+    url = (routed if is_router else fake).url
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", "some", "--admin-url", url])
+    assert ended.value.code != 0
+    words = f"{url} is not the operators' port of Moestro (status 404): give that of --admin-port"
+    assert words in capsys.readouterr().err
+
+
 def test_a_request_is_explained_from_the_router_and_from_its_record(routed, capsys):
     complete(routed, max_tokens=3)
     answer = call(routed, "POST", "/v1/completions", {"prompt": "def f(x):"}, X_Request_Id="explain-me")

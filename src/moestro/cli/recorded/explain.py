@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import quote
@@ -281,9 +282,14 @@ def _from_router(request_id: str, admin_url: str, key: str | None) -> RequestTra
     try:
         if status == 200:
             return msgspec.json.decode(body, type=RequestTrace)
-        raise ConfigError(msgspec.json.decode(body, type=_AdminErrorBody).error.message)
+        text = msgspec.json.decode(body, type=_AdminErrorBody).error.message
+        if status != HTTPStatus.NOT_FOUND or text.startswith("Request "):  # Others do not know the path.
+            raise ConfigError(text)
     except msgspec.MsgspecError:
-        raise MoestroError(f"{admin_url} is not the operators' port of Moestro (status {status})") from None
+        pass
+    raise MoestroError(
+        f"{admin_url} is not the operators' port of Moestro (status {status}): give that of --admin-port"
+    )
 
 
 def _trace_lines(story: RequestTrace) -> Iterator[str | Table]:
