@@ -189,9 +189,17 @@ def test_an_interval_holds_the_mean_and_is_wider_than_nothing():
     assert paired_interval([1.0], [2.0], lambda _: 0.0)[1] == float("-inf")
 
 
-def test_a_load_that_is_not_there_is_named():
-    with pytest.raises(ConfigError, match="no load mooncake_conversation: Mooncake's traces are read from --traces"):
+def test_a_load_that_is_not_there_is_named_with_those_that_are():
+    known = "no load mooncake_conversation; known: chat, .*tool_agent"
+    with pytest.raises(ConfigError, match=f"{known}; Mooncake's traces are read from --traces DIRECTORY"):
         make_experiment(LmetricSettings(quick=True, loads=("mooncake_conversation",)))
+
+
+def test_a_directory_without_mooncakes_traces_is_refused_before_hours_of_other_loads(tmp_path):
+    with pytest.raises(
+        ConfigError, match=f"--traces {tmp_path} has no mooncake_conversation.jsonl and no mooncake_synt"
+    ):
+        make_experiment(LmetricSettings(traces=tmp_path))
 
 
 def reproduce_lmetric(console, plan, out):

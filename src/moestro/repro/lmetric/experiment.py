@@ -145,9 +145,9 @@ class LmetricExperiment(Experiment[LmetricFindings]):
         }
         missing = set(plan.sources or ()) - self.sources.keys()
         if missing:
-            raise ConfigError(
-                f"no load {', '.join(sorted(missing))}: Mooncake's traces are read from --traces DIRECTORY"
-            )
+            more = "; Mooncake's traces are read from --traces DIRECTORY" if traces is None else ""
+            known = ", ".join(source.name for source in sources)
+            raise ConfigError(f"no load {', '.join(sorted(missing))}; known: {known}{more}")
         self.findings = LmetricFindings()
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from moestro.core.clock import NS_PER_S
+from moestro.errors import ConfigError
 from moestro.repro.experiment import PaperFigure, SetupRow
 from moestro.repro.lmetric.findings import NETWORK, OTHER_NETWORK, RIVALS
 from moestro.repro.testbed import TimedLoad
@@ -68,14 +69,20 @@ def generated_sources(num_requests: int) -> list[Source]:
 
 
 def trace_sources(directory: Path, num_requests: int) -> list[Source]:
-    """Return Mooncake's traces in `directory`: for TUNING_SEED their first quarter, for others up to `num_requests`."""
-    sources = []
-    for name in ("mooncake_conversation", "mooncake_synthetic"):
+    """Return Mooncake's traces in `directory`: for TUNING_SEED their first quarter, for others up to `num_requests`.
+
+    Raises:
+        ConfigError: the directory has none of them.
+    """
+    sources, names = [], ("mooncake_conversation", "mooncake_synthetic")
+    for name in names:
         for path in (directory / f"{name}.jsonl", directory / f"{name}.jsonl.zst"):
             if path.exists():
                 window = partial(_window, read_trace(path), num_requests)
                 sources.append(Source(name=name, block_size=MOONCAKE_BLOCK, is_generated=False, rows_of=window))
                 break
+    if not sources:
+        raise ConfigError(f"--traces {directory} has no {names[0]}.jsonl and no {names[1]}.jsonl (or .jsonl.zst)")
     return sources
 
 
