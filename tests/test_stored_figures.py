@@ -151,7 +151,7 @@ def predicted_vllm() -> str:
     return f"{'; '.join(found)} %"
 
 
-ACCURACY = ("accuracy/vllm_cpu", "accuracy/vllm_cpu_dense", "accuracy/vllm_cpu_wide")
+ACCURACY = tuple(f"accuracy/vllm_cpu{setting}" for setting in ("", "_dense", "_wide", "_dense_wide"))
 AMD = ("serving/engine_cpu_demo", "serving/engine_cpu_640m", "serving/engine_cpu_long")
 INTEL = ("serving/engine_avx512_demo", "serving/engine_avx512_640m")
 PREEMPTION = ("serving/preemption_640m_kernels",)

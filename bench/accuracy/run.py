@@ -63,7 +63,7 @@ def calibrate(work: Path, system: str, vllm: str | None, seconds: float) -> None
     """Write engine.json and engine.toml, unless they are there."""
     if (work / "engine.toml").exists():
         return
-    bounds = ["--seconds", str(seconds), "--max-concurrency", "16", "--max-prompt-tokens", "900"]
+    bounds = ["--seconds", str(seconds), "--max-concurrency", "32", "--max-prompt-tokens", "900"]
     with running(system, None, vllm, work / "calibrate.log") as server:
         run(
             "calibrate", "--server", server.url, *bounds, "--seed", str(FITTED_SEED), "--out", str(work / "engine.json")
