@@ -306,3 +306,13 @@ def test_a_gate_override_is_checked_against_the_model(checkpoint):
     device, _ = open_device(tiny.settings_of(checkpoint("qwen3_moe"), gate_override="exponential:5"))
     counts = drive.run(device, drive.make_units(PARTS, TABLES)).expert_counts
     assert (counts.max(axis=1) == 8).all()  # the hottest expert gets every token
+
+
+def test_the_tokenizer_s_own_end_token_ends_answers(tmp_path):
+    tiny.make_config("qwen3_moe", eos_token_id=5).save_pretrained(tmp_path)
+    settings = tiny.settings_of(tmp_path, load_format="dummy")
+    assert read_facts(settings).eos_token_ids == (5,)
+    tokens = {"3": {"content": "<|im_end|>"}}
+    config = {"eos_token": "<|im_end|>", "added_tokens_decoder": tokens}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert read_facts(settings).eos_token_ids == (3, 5)

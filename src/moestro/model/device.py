@@ -40,6 +40,7 @@ from moestro.model.settings import (
     eos_token_ids,
     read_generation_config,
     sampling_defaults,
+    tokenizer_end,
 )
 from moestro.model.step import PagedStep, PendingResult, SampledTokens, compute_result
 
@@ -444,11 +445,14 @@ def read_facts(settings: ModelSettings) -> CheckpointFacts:
     wanted_len = choose_max_model_len(settings, longest_context(config.get_text_config()))
     recommended = read_generation_config(Path(settings.model))
     fields = read_json_object(Path(settings.model) / "config.json")
+    ends = {*eos_token_ids(recommended, fields, config)}
+    if (end := tokenizer_end(settings.tokenizer_directory, config.get_text_config().vocab_size)) is not None:
+        ends.add(end)
     defaults = sampling_defaults(recommended if settings.generation_config == "auto" else {})
     return CheckpointFacts(
         config=config,
         max_model_len=wanted_len,
-        eos_token_ids=eos_token_ids(recommended, fields, config),
+        eos_token_ids=tuple(sorted(ends)),
         sampling_defaults=defaults,
     )
 

@@ -5,14 +5,17 @@ A docstring under a field is its text in `--help`.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
+import msgspec
+
 from moestro.core.request import SAMPLING_RANGES, SamplingDefaults
 from moestro.core.setting_checks import CheckedSettings, above, at_least, between, flag_group
 from moestro.errors import ConfigError, UnsupportedModelError, shown_literal
-from moestro.files.checkpoint import read_json_object
+from moestro.files.checkpoint import MAX_TOKENIZER_BYTES, read_bytes, read_json_object
 from moestro.model.experts.gate_override import check_spec
 
 Dtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
@@ -170,6 +173,46 @@ def eos_token_ids(recommended: dict[str, Any], fields: dict[str, Any], config: A
 def _listed(file: str, given: Any) -> list[tuple[str, Any]]:
     """List the ends that a field of `file` gives, each with the file's name."""
     return [(file, each) for each in (given if isinstance(given, list | tuple) else [given]) if each is not None]
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _AddedTokens(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+
+
+def tokenizer_end(directory: Path, vocab_size: int) -> int | None:
+    """Id of the `eos_token` of a tokenizer's files, with which vLLM ends answers, too; None where they name none.
+
+    Fine-tuned checkpoints often name the end of their chat's turns there alone.
+
+    Args:
+        directory: directory of `tokenizer_config.json` and `tokenizer.json`.
+        vocab_size: tokens of the network, which may lack tokens of its tokenizer.
+
+    Raises:
+        UnsupportedModelError: a file is too large, or `tokenizer_config.json` is no JSON object.
+    """
+    config, tokenizer = directory / "tokenizer_config.json", directory / "tokenizer.json"
+    fields = read_json_object(config) if config.exists() else {}
+    text = _content_of(fields.get("eos_token"))
+    if not isinstance(text, str):
+        return None
+    added = fields.get("added_tokens_decoder")
+    ids = [name for name, token in added.items() if _content_of(token) == text] if isinstance(added, dict) else []
+    if not ids and tokenizer.exists():
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # The tokenizer itself refuses such a file.
+            found = msgspec.json.decode(read_bytes(tokenizer, MAX_TOKENIZER_BYTES), type=_AddedTokens)
+            ids = [str(token.id) for token in found.added_tokens if token.content == text]
+    end = next((int(name) for name in ids if name.isdecimal()), None)
+    return end if end is not None and end < vocab_size else None
+
+
+def _content_of(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def sampling_defaults(fields: dict[str, Any]) -> SamplingDefaults:
