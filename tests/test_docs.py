@@ -1,4 +1,4 @@
-"""README.md and docs/: each file that they name exists, and each link leads somewhere."""
+"""README.md and docs/: each file that they name exists, and each link leads somewhere; README.md is short."""
 
 from __future__ import annotations
 
@@ -70,3 +70,10 @@ def test_the_menu_of_the_site_has_every_page():
     menus = re.findall(r"^```{toctree}\n(.*?)^```$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE | re.DOTALL)
     listed = [line for menu in menus for line in menu.splitlines() if line and not line.startswith(":")]
     assert sorted(listed) == sorted(page.stem for page in (ROOT / "docs").glob("*.md") if page.stem != "index")
+
+
+def test_readme_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    bullets = [line for line in lines if line.startswith("* ")]
+    assert [line for line in bullets if len(line.split()) > 40] == []
