@@ -174,6 +174,11 @@ def on_one_engine() -> tuple[object, ...]:
     return f"{errors[0]:.0f}", f"{errors[-1]:.0f}"
 
 
+def in_a_slow_phase() -> tuple[object, ...]:
+    means = [statistics.fmean(map(abs, errors_of("slow_phase/moestro_cpu", figure))) for figure in GOALS]
+    return mean_check("slow_phase/moestro_cpu"), *(f"{100 * mean:.0f} %" for mean in means)
+
+
 def times_longer_than_predicted() -> tuple[object, ...]:
     return times_longer("tpot_mean_ms"), times_longer("ttft_mean_ms")
 
@@ -186,6 +191,7 @@ SENTENCES: dict[str, Callable[[], tuple[object, ...]]] = {
     "is predicted worst with two engines (TTFT {} %, TPOT {} % in the mean)": on_two_engines,
     "On one engine TTFT misses by {} to {} % in the mean of a load.": on_one_engine,
     "Measured TPOT is up to {} times the prediction, TTFT up to {} times;": times_longer_than_predicted,
+    'own check missed by {} ("Do not rely on them"), TTFT by {} and TPOT by {}.': in_a_slow_phase,
     "worst near saturation and for long answers** ({} in the mean of each system).": lambda: (worst_on_vllm(),),
     "With 16 sequences it missed other sizes by {} and, of the dense model, by {};": checks_of_16,
     "mixed loads and long answers then missed by {} and {} % in the mean.": misses_of_16,

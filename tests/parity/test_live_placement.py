@@ -43,7 +43,8 @@ from moestro.worker.rank_builder import ExpertCollection
 NUM_LAYERS, EXPERT_LAYERS, NUM_EXPERTS, NUM_RANKS = 5, (1, 2, 4), 12, 3
 NUM_SPARES = 2
 LIMITS = PlaceLimits(horizon_steps=1e5)
-# Before them an operator cancels what runs, and both loops look once more (every 2 s): nothing is open at the end.
+# Before them an operator cancels what runs, and both loops look once more (every 2 s): these records end with nothing
+# open, because no plan begins in their last steps.
 LAST_STEPS = 80
 # A hundredth of the usual speed: the experts' work is most of a step of the record.
 PRICES = replace(FAST_PRICES, token_s=1e-5, row_s=(0.0, 1.4e-6, 2.8e-5))

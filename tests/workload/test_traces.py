@@ -112,7 +112,7 @@ def test_burstgpts_failures_are_no_requests_and_are_counted(write):
 
 
 def test_turns_of_a_file_that_is_not_in_order_of_time_stay_together(write):
-    """A turn that stood before its own first turn began a conversation of its own."""
+    """Each turn that the file has before the turn that it follows counted as a conversation of its own."""
     lines = [
         f'{{"chat_id": {i}, "parent_chat_id": {i - 1 if i % 3 else -1}, "timestamp": {i}, "input_length": 32,'
         ' "output_length": 2}\n'

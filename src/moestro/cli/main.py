@@ -115,14 +115,14 @@ VERBS = (
 )
 
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
-
 def register(verbs: Iterable[str] = VERBS) -> None:
     """Add verbs to the command. Each has a file here, whose settings take up to half a second to import."""
     with uncollected():
         for verb in verbs:
             import_module(f"moestro.cli.{verb.replace('-', '_')}")
+
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # errors of an output that has no room
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             app(choose_help(app, given))
         finally:
-            sys.stdout.flush()  # so that a full disk is reported here
+            print(end="", flush=True)  # A full disk is reported here. A process may have no standard output.
     except MoestroError as error:
         print(f"moestro: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

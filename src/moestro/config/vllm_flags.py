@@ -252,7 +252,7 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
     ),
     **_refused("the server listens on --host and --port", "--uds"),
     **_refused("--max-num-queued-reqs limits the queue", "--max-num-queued-tokens"),
-    **_refused("--scheduling-policy names the order; docs/policies.md says how to add one", "--scheduler-cls"),
+    **_refused("--scheduling-policy names the order; CONTRIBUTING.md says how to add one", "--scheduler-cls"),
     **_refused("--device chooses the worker", "--worker-cls", neutral=["auto"]),
     **_refused("--device chooses the worker", "--worker-extension-cls", "--additional-config"),
     **_refused("--otlp-traces-endpoint sends all spans that there are", "--collect-detailed-traces"),

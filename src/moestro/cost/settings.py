@@ -22,7 +22,7 @@ from moestro.cost.model import PopularityForm
 from moestro.cost.networks import CONFIGS, NetworkShape, known_name, network_from_config, network_named
 from moestro.errors import ConfigError
 from moestro.files.checkpoint import read_json_object
-from moestro.files.config_fields import refuse_sizes
+from moestro.files.config_fields import longest_context, refuse_sizes
 
 _WITHIN = {
     "a100-80g": NVSWITCH_A100,
@@ -65,7 +65,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def positions_of(model: str) -> int | None:
-    """Return the tokens of the longest sequence for which a network was made; a factor of its positions (YaRN) counts.
+    """Return the tokens of the longest sequence for which a network was made, with those that YaRN adds.
 
     None: `model` is a name, or its config.json does not say.
 
@@ -77,11 +77,7 @@ def positions_of(model: str) -> int | None:
         return None
     config = _read_config(path)
     text = config.get("text_config") or config
-    most: int | None = text.get("max_position_embeddings")
-    rope = text.get("rope_scaling") or text.get("rope_parameters")
-    if most is None or not isinstance(rope, dict) or not isinstance(rope.get("factor"), int | float):
-        return most
-    return max(most, int(rope["factor"] * (rope.get("original_max_position_embeddings") or most)))
+    return longest_context(text.get("max_position_embeddings"), text.get("rope_scaling") or text.get("rope_parameters"))
 
 
 def link_within(name: str | None, gpu: Gpu, flag: str = "--link-within") -> Link:

@@ -365,7 +365,7 @@ def load_table(path: Path) -> Table:
     """
     try:
         table = msgspec.json.decode(read_text(path), type=Table)
-        MeasuredCost(table)
+        MeasuredCost(table)  # It refuses points that it cannot price, here with the name of their file.
         return table
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None

@@ -31,6 +31,9 @@ _BITS = {
 }  # fmt: skip
 
 
+_MOST_POSITIONS = 1 << 30
+
+
 class _Stored(msgspec.Struct):
     dtype: str
     shape: list[int]
@@ -144,7 +147,7 @@ _COUNTS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers", "max_window_layers"), (0, MAX_LAYERS)),
     "decoder_sparse_step": (1, _MAX_COUNT),
     "vocab_size": (1, 1 << 24),  # published: 262,400
-    **dict.fromkeys(("max_position_embeddings", "n_positions"), (1, 1 << 30)),  # published: 10,485,760
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), (1, _MOST_POSITIONS)),  # published: 10,485,760
 }
 # Least value of numbers, and whether it is itself refused.
 _NUMBERS: dict[str, tuple[float, bool]] = {
@@ -320,3 +323,21 @@ def _first(part: Fields, keys: tuple[str, ...]) -> int | None:
 
 def _key(part: Fields, keys: tuple[str, ...]) -> str:
     return next((key for key in keys if isinstance(part.get(key), int)), keys[0])
+
+
+# The longest sequence.
+
+
+def longest_context(max_positions: int | None, rope: Any) -> int | None:
+    """Return the positions that a network was made for, with those that YaRN adds; None if its config names none.
+
+    Args:
+        max_positions: the config's `max_position_embeddings`.
+        rope: its `rope_parameters` or `rope_scaling`; None means no scaling.
+    """
+    found = rope if isinstance(rope, Mapping) else {}
+    factor, kind = found.get("factor"), found.get("rope_type", found.get("type"))
+    if max_positions is None or kind != "yarn" or not isinstance(factor, int | float):
+        return max_positions
+    original = found.get("original_max_position_embeddings") or max_positions
+    return max(max_positions, round(min(original * factor, _MOST_POSITIONS)))

@@ -22,7 +22,7 @@ from moestro.files.checkpoint import read_json_object
 from moestro.model.check import TESTED_FAMILIES, check_network
 from moestro.model.experts.gate_override import make_override
 from moestro.model.kernels.kernel_choice import begin_search, choose_kernels
-from moestro.model.load import load_network, read_config
+from moestro.model.load import load_network, positions_in, read_config
 from moestro.model.network import Network, WorkerShare
 from moestro.model.pools import (
     KVPools,
@@ -30,7 +30,6 @@ from moestro.model.pools import (
     choose_num_blocks,
     choose_num_host_blocks,
     fit_max_model_len,
-    longest_context,
     staging_bytes,
 )
 from moestro.model.settings import (
@@ -442,7 +441,7 @@ class CheckedNetwork:
 def read_facts(settings: ModelSettings) -> CheckpointFacts:
     """Read a checkpoint's configuration files, after every refusal that needs no weights. Errors as `open_device`."""
     config = read_config(settings)
-    wanted_len = choose_max_model_len(settings, longest_context(config.get_text_config()))
+    wanted_len = choose_max_model_len(settings, positions_in(config.get_text_config()))
     recommended = read_generation_config(Path(settings.model))
     fields = read_json_object(Path(settings.model) / "config.json")
     ends = {*eos_token_ids(recommended, fields, config)}

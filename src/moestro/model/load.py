@@ -24,7 +24,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from moestro.errors import ConfigError, MoestroError, UnsupportedModelError, shown
 from moestro.files.checkpoint import read_checkpoint
-from moestro.files.config_fields import TensorHeader, layer_of_name, refuse_sizes, refuse_unbacked
+from moestro.files.config_fields import TensorHeader, layer_of_name, longest_context, refuse_sizes, refuse_unbacked
 from moestro.model.attention import PAGED, compress_attention, register_attention
 from moestro.model.check import (
     refuse_config,
@@ -36,7 +36,7 @@ from moestro.model.check import (
 from moestro.model.experts.routed import EXPERTS, PackedExperts, is_experts, register_experts, weight_names
 from moestro.model.kernels.kernel_choice import why_no_float8_kernels
 from moestro.model.network import Network
-from moestro.model.pools import choose_max_model_len, longest_context
+from moestro.model.pools import choose_max_model_len
 from moestro.model.settings import ModelSettings
 from moestro.model.tensors import (
     BLOCK,
@@ -194,7 +194,7 @@ def read_config(settings: ModelSettings) -> Any:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         text = config.get_text_config()
-        refuse_config(config, choose_max_model_len(settings, longest_context(text)))
+        refuse_config(config, choose_max_model_len(settings, positions_in(text)))
         sizes, file = text.to_dict(), directory / "config.json"  # with the family's values of missing fields
     except MoestroError:
         raise
@@ -209,6 +209,11 @@ def read_config(settings: ModelSettings) -> Any:
         refuse_dtypes(checkpoint.tensors, checkpoint.config.get("quantization_config"), ignored)
         refuse_shapes(skeleton, checkpoint.tensors)
     return config
+
+
+def positions_in(text: Any) -> int | None:
+    """Return the tokens of the longest sequence by transformers' config of the text part; None if it names none."""
+    return longest_context(getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None))
 
 
 def load_ahead() -> None:

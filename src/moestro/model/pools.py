@@ -33,7 +33,6 @@ _WORD = torch.int16  # in which blocks are copied, whatever their dtype
 _STAGING_BYTES, _NUM_STAGING = 64 << 20, 2
 _COPIED_AT_ONCE = 8  # blocks of one measured copy
 _SLAB_BYTES = 1 << 30  # of pinned memory, which torch rounds up to a power of two
-_MOST_POSITIONS = 1 << 30  # as in a config.json
 
 
 class HostPools(Protocol):
@@ -387,21 +386,6 @@ def choose_num_host_blocks(settings: ModelSettings, bytes_per_block: int, local:
 def choose_num_blocks(settings: ModelSettings, kv_bytes: int, bytes_per_block: int) -> int:
     """Number of blocks that the memory holds, or the operator's override. `kv_bytes`: memory of the KV cache."""
     return settings.num_gpu_blocks_override or kv_bytes // bytes_per_block
-
-
-def longest_context(text: Any) -> int | None:
-    """Return the positions that a network was made for, with those that YaRN adds; None if its config names none.
-
-    Args:
-        text: transformers' config of the text part.
-    """
-    limit: int | None = getattr(text, "max_position_embeddings", None)
-    rope = getattr(text, "rope_parameters", None) or {}
-    factor = rope.get("factor")
-    if limit is None or rope.get("rope_type") != "yarn" or not isinstance(factor, int | float):
-        return limit
-    original = rope.get("original_max_position_embeddings") or limit
-    return max(limit, round(min(original * factor, _MOST_POSITIONS)))
 
 
 def choose_max_model_len(settings: ModelSettings, config_len: int | None) -> int:

@@ -538,8 +538,8 @@ def saturation_rate(settings: SimSettings, directory: Path) -> tuple[float, bool
         raise ConfigError(
             f"[workload] load needs {_FEWEST} answers to find a rate, and got {len(ends)}: give more requests"
         )
-    begin, end = np.sort(ends)[[int(FIRST * len(ends)), int(LAST * len(ends))]]
-    was_full = int(results.admitted_ns[results.is_answered].max()) >= (int(begin) + int(end)) // 2
+    _, begin_ns, end_ns = _middle(ends)
+    was_full = int(results.admitted_ns[results.is_answered].max()) >= (begin_ns + end_ns) // 2
     return middle_rate(ends), was_full
 
 
@@ -552,14 +552,19 @@ def middle_rate(end_ns: NDArray[np.int64]) -> float:
     Raises:
         ConfigError: one step ends them all, so that there is no rate.
     """
-    ends = np.sort(end_ns)
-    first, last = int(FIRST * len(ends)), int(LAST * len(ends))
-    if ends[first] == ends[last]:
+    num_answers, first_ns, last_ns = _middle(end_ns)
+    if first_ns == last_ns:
         raise ConfigError(
-            f"a rate needs answers that end one after the other, and {last - first + 1} of {len(ends)} end in the same"
+            f"a rate needs answers that end one after the other, and {num_answers + 1} of {len(end_ns)} end in the same"
             " step: give more requests than the engines compute at once (max_num_seqs)"
         )
-    return (last - first) / (float(ends[last] - ends[first]) / NS_PER_S)
+    return num_answers / ((last_ns - first_ns) / NS_PER_S)
+
+
+def _middle(end_ns: NDArray[np.int64]) -> tuple[int, int, int]:
+    """Return how many answers end from the end of the first tenth to that of the ninth, and these two ends in ns."""
+    ends, first, last = np.sort(end_ns), int(FIRST * len(end_ns)), int(LAST * len(end_ns))
+    return last - first, int(ends[first]), int(ends[last])
 
 
 def _at_rate(settings: SimSettings, rate: float) -> SimSettings:

@@ -159,7 +159,7 @@ class Faults:
 
     def family(self, name: str) -> CounterMetricFamily:
         """Return the counts as the metric `name`."""
-        text = "Faults of clients' connections, by port (clients, operators, picker, peers) and kind."
+        text = "Faults of connections that others open, by port (clients, operators, picker, peers) and kind."
         family = CounterMetricFamily(name, text, labels=("port", "kind"))
         for (port, fault), count in sorted(self.counts.items()):
             family.add_metric((port, fault), count)
